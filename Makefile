@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN = $(CURDIR)/$(VENV)/bin
 export PATH := $(BIN):$(PATH)
 
-.PHONY: train quick quick-tests test test-full test-large ready extensions test-gpu benchmark-gpu gallery verified upgrades docs lint clean
+.PHONY: train quick quick-tests test test-full test-large ready extensions test-gpu gpu-lease benchmark-gpu gallery verified upgrades docs lint clean
 
 # Runs on the CPU, so that two processes fit on every machine.
 train: $(VENV)/trains
@@ -39,14 +39,19 @@ ready: $(VENV)/installed
 extensions: $(VENV)/installed
 	python -c 'from accelerate_recipes.common.parallel.extensions import BUILDERS, load_extensions; load_extensions(list(BUILDERS))'
 
-# One GPU, with the packages of the current environment: a machine with a GPU often has torch installed already.
+# One GPU, with the packages of the current environment: a machine with a GPU often has torch installed already. PART=1
+# and PART=2 are halves for a machine that is lent for ten minutes. Each outcome is a line of the report at once.
 test-gpu:
-	PYTHONPATH=$(CURDIR) python -m pytest -m gpu tests/gpu --report gpu_report.json
+	PYTHONPATH=$(CURDIR) python3 -m pytest -m gpu tests/gpu -n 8 --dist worksteal $(PART:%=--part %) --report gpu_report.jsonl
+
+# What eight minutes on one GPU tell, the most telling first; each result is a line of gpu_lease.jsonl at once.
+gpu-lease:
+	PYTHONPATH=$(CURDIR):$(CURDIR)/tests python3 tests/gpu/lease.py --output gpu_lease.jsonl
 
 # Writes gpu_benchmarks.md. MNIST=<folder with the IDX files> and TEXT=<tinyshakespeare.txt> add the goals that need them.
 benchmark-gpu:
-	PYTHONPATH=$(CURDIR) python benchmarks/gpu_goals.py $(MNIST:%=--mnist %) $(TEXT:%=--text %) > gpu_benchmarks.md
-	PYTHONPATH=$(CURDIR) python benchmarks/gpt2_variants.py >> gpu_benchmarks.md
+	PYTHONPATH=$(CURDIR) python3 benchmarks/gpu_goals.py $(MNIST:%=--mnist %) $(TEXT:%=--text %) > gpu_benchmarks.md
+	PYTHONPATH=$(CURDIR) python3 benchmarks/gpt2_variants.py >> gpu_benchmarks.md
 	cat gpu_benchmarks.md
 
 # Runs each recipe that has no run in outputs/gallery, and writes docs/recipes/.

@@ -9,28 +9,17 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .common.checkpoint.export import load_exported
-    from .common.config import RunConfig, flag
-    from .common.environment import print_once
-    from .common.errors import UsageError
-    from .common.launch.start import start
-    from .common.loop import fit
-    from .common.parameter_groups import parameter_groups
-    from .common.run import run
-    from .common.schedule import Schedule
+    from .common.checkpoint.export import load_exported as load_exported
+    from .common.config import RunConfig as RunConfig
+    from .common.config import flag as flag
+    from .common.environment import print_once as print_once
+    from .common.errors import UsageError as UsageError
+    from .common.launch.start import start as start
+    from .common.loop import fit as fit
+    from .common.parameter_groups import parameter_groups as parameter_groups
+    from .common.run import run as run
+    from .common.schedule import Schedule as Schedule
 
-__all__ = [
-    "RunConfig",
-    "Schedule",
-    "UsageError",
-    "fit",
-    "flag",
-    "load_exported",
-    "parameter_groups",
-    "print_once",
-    "run",
-    "start",
-]
 _HOMES = {
     "RunConfig": "config",
     "Schedule": "schedule",
@@ -43,12 +32,16 @@ _HOMES = {
     "run": "run",
     "start": "launch.start",
 }
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".common.{_HOMES[name]}", __name__), name)
+    try:
+        return getattr(import_module(f".common.{_HOMES[name]}", __name__), name)
+    except KeyboardInterrupt:  # the imports take seconds
+        raise SystemExit(130) from None
 
 
 def __dir__() -> list[str]:

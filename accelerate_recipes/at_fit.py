@@ -1,4 +1,4 @@
-"""Runs a recipe up to its call of `fit`, in a process of its own, and asks a function about the arguments."""
+"""Runs a recipe up to its call of `fit` in a separate process, and calls a function with the arguments."""
 
 import importlib
 import os
@@ -30,7 +30,7 @@ def at_fit(
     variables: dict[str, str] | None = None,
     on_meta: bool = False,
 ) -> Any:
-    """What a function says about the arguments of a recipe's call of `fit`.
+    """What a function returns for the arguments of a recipe's call of `fit`.
 
     The recipe runs as one process on the CPU. It trains nothing and leaves no files.
 
@@ -66,7 +66,7 @@ def at_fit(
         )
         if not result.exists():
             lines = (run.stderr.strip() or run.stdout.strip() or "it printed nothing").splitlines()
-            why = f"{script} does not get to its call of fit: {lines[-1]}"
+            why = f"{script} does not reach its call of fit: {lines[-1]}"
             if (made := Path(f"{result}.bytes")).exists():
                 size = int(made.read_text())
                 if size < psutil.virtual_memory().available / 2:  # a recipe may load a copy

@@ -18,9 +18,18 @@ from accelerate_recipes.paths import is_path, text_of
 # Drivers of NVIDIA's (also under WSL), AMD's, Intel's and Ascend's accelerators.
 DRIVERS = [Path("/dev") / name for name in ("nvidiactl", "dxg", "kfd", "dri", "davinci_manager")]
 
+GROUPS = {  # what people want to do: recipes
+    "Classify, tag or score": ("mnist", "image_classification", "text_classification", "token_classification"),
+    "Train or adapt a language model": ("transformer", "masked_lm", "finetune", "preferences", "vision_language"),
+    "Search by meaning, find answers": ("embeddings", "question_answering"),
+    "Translate or summarize": ("translation",),
+    "Generate images": ("diffusion",),
+    "Fit numbers": ("linear_regression",),
+}
+
 
 @dataclass(frozen=True)
-class Recipe:
+class RecipeHeader:
     """A recipe, from its docstring.
 
     Attributes:
@@ -38,7 +47,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Config:
+class ConfigHeader:
     """A config file, from its header.
 
     Attributes:
@@ -66,34 +75,38 @@ def show(as_json: bool) -> None:
             {"recipes": [asdict(recipe) for recipe in recipes], "configs": [asdict(config) for config in configs]}
         )
         return
-    for recipe in recipes:
-        print_entry(asdict(recipe))
+    for title, names in GROUPS.items():
+        print(f"{title}\n")
+        for recipe in recipes:
+            if recipe.name in names:
+                print_entry(asdict(recipe))
+    print("Where it runs\n")
     for config in configs:
         print_entry(asdict(config))
     print("Make a project of your own from a recipe: accelerate-recipes new mnist my_project --config ddp")
 
 
-def read_recipe(path: Path) -> Recipe:
+def read_recipe(path: Path) -> RecipeHeader:
     """Reads a recipe's docstring."""
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     what, _, rest = text.partition("\n\n")
     command = re.search(r"^ +(accelerate launch .*)$", rest, re.MULTILINE)
     data, expect, time = (_paragraph(rest, label) for label in ("Data:", "Expect:", "Time:"))
-    return Recipe(path.stem, _one_line(what), data, expect, time, command[1] if command else "")
+    return RecipeHeader(path.stem, _one_line(what), data, expect, time, command[1] if command else "")
 
 
-def read_config(path: Path, num_gpus: int) -> Config:
+def read_config(path: Path, num_gpus: int) -> ConfigHeader:
     """Reads a config's header, and how the config runs on a machine with so many GPUs."""
     text = bundle.header(path)
     what = _one_line(re.split(r"\n\n|^(?:Needs:|Pick it) ", text, maxsplit=1, flags=re.MULTILINE)[0])
     here = runs_here(yaml.safe_load(path.read_text(encoding="utf-8")), num_gpus)
-    return Config(
+    return ConfigHeader(
         path.stem, what, here, _paragraph(text, "Needs:"), _paragraph(text, "Pick it"), text.splitlines()[-1].strip()
     )
 
 
 def runs_here(config: dict[str, Any], num_gpus: int) -> str:
-    """How a config runs on a machine with so many GPUs: for real, as a rehearsal, or what it needs."""
+    """Whether a config runs for real or as a rehearsal on a machine with so many GPUs, or what it needs."""
     num_processes, num_machines = config["num_processes"], config.get("num_machines", 1)
     if config.get("distributed_type") == "DEEPSPEED" and find_spec("deepspeed") is None:
         return "needs pip install deepspeed"

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.errors import RunError, UsageError
 from accelerate_recipes.common.streams import Output
 
 app = typer.Typer(
@@ -41,8 +41,9 @@ def main() -> None:
             sys.exit(_refused(error.format_message()))
         command = error.ctx.command_path if error.ctx else "accelerate-recipes"
         sys.exit(_refused(f"{error.format_message().rstrip('.')}: run {command} --help"))
-    except UsageError as error:
-        sys.exit(_refused(str(error)))
+    except RunError as error:
+        _refused(str(error))
+        sys.exit(error.exit_code)
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(130)
 
@@ -68,15 +69,15 @@ def new(
     recipe: Annotated[str, typer.Argument(help="name of a recipe, such as mnist")],
     folder: Annotated[Path, typer.Argument(help="the folder to make; it must be empty or absent")],
     config: Annotated[
-        list[str] | None, typer.Option(help="config to bring along, by name or path; several times (default: ddp)")
+        list[str] | None, typer.Option(help="config to include, by name or path; repeatable (default: ddp)")
     ] = None,
     own_loop: Annotated[
-        bool, typer.Option(*_both("own_loop"), help="the loop, too, as a file of yours: loop.py")
+        bool, typer.Option(*_both("own_loop"), help="also write the loop as loop.py, for you to change")
     ] = False,
     single_file: Annotated[
-        bool, typer.Option(*_both("single_file"), help="one script on Accelerate alone, which needs nothing from here")
+        bool, typer.Option(*_both("single_file"), help="write one script on Accelerate alone, without this package")
     ] = False,
-    vendor: Annotated[bool, typer.Option("--vendor", help="a copy of the package, too, for you to change")] = False,
+    vendor: Annotated[bool, typer.Option("--vendor", help="also copy the package, for you to change")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Make a project of your own from a recipe: the recipe, configs and a test. It imports the rest.
@@ -92,7 +93,7 @@ def new(
 def data(
     recipe: Annotated[Path, typer.Argument(help="a recipe")],
     flags: Annotated[list[str] | None, typer.Argument(help="after --: flags for the recipe")] = None,
-    samples: Annotated[int, typer.Option(help="how many samples of the first step to show", min=0)] = 4,
+    samples: Annotated[int, typer.Option(help="how many samples of the first step to show", min=0, max=1000)] = 4,
     output: Annotated[Path | None, typer.Option(help="an HTML page, with the images")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -109,14 +110,16 @@ def data(
 def verify(
     script: Annotated[Path, typer.Argument(help="a recipe")],
     flags: Annotated[list[str] | None, typer.Argument(help="after --: flags for the recipe")] = None,
-    steps: Annotated[int | None, typer.Option(help="optimizer steps of each run (default: 20)", min=4)] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="optimizer steps of each run (default: 20)", min=4, max=10_000)
+    ] = None,
     config: Annotated[
         list[str] | None,
-        typer.Option(help="config by name or path; several times (default: all that this machine runs)"),
+        typer.Option(help="config by name or path; repeatable (default: all that this machine runs)"),
     ] = None,
     checkpoint: Annotated[
         Path | None,
-        typer.Option(help="folder of a checkpoint: check the next steps of that run, under its config, and no more"),
+        typer.Option(help="folder of a checkpoint: only check the next steps of its run, under its config"),
     ] = None,
     output: Annotated[
         Path | None, typer.Option(help="folder for certificate.json and certificate.md (default: verified/<script>)")
@@ -124,12 +127,16 @@ def verify(
     accelerate: Annotated[
         bool, typer.Option("--accelerate", help="a script on plain Accelerate, watched from outside")
     ] = False,
+    split_batches: Annotated[
+        bool,
+        typer.Option("--split_batches", help="with --accelerate: loaders divide each batch, in an order from the seed"),
+    ] = False,
     record: Annotated[
-        Path | None, typer.Option(help="file for the first steps of one process, to compare with later, and no more")
+        Path | None, typer.Option(help="only write the first steps of one process to this file, to compare later")
     ] = None,
     against: Annotated[
         Path | None,
-        typer.Option(help="record or certificate.json of then: compare one process of now with it, and no more"),
+        typer.Option(help="only compare one process with this record or certificate.json"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -141,6 +148,8 @@ def verify(
     from accelerate_recipes.verify import checkpoint as of_run
     from accelerate_recipes.verify import run
 
+    if split_batches and (not accelerate or checkpoint or against or record):
+        raise UsageError("--split_batches needs --accelerate, and no --record, --against, --checkpoint: remove it")
     if checkpoint is not None:
         if accelerate or against or record or output or steps:
             raise UsageError("--checkpoint takes --config, --json and flags of the recipe: remove the others")
@@ -153,7 +162,7 @@ def verify(
         if config or output:
             raise UsageError("--record runs one process: remove --config and --output")
         sys.exit(single.record(script, flags or [], steps or 20, record, accelerate, as_json))
-    sys.exit(run(script, flags or [], steps or 20, config, output, accelerate, as_json))
+    sys.exit(run(script, flags or [], steps or 20, config, output, accelerate, as_json, split_batches))
 
 
 @app.command()
@@ -161,9 +170,7 @@ def doctor(
     config: Annotated[Path | None, typer.Argument(help="a config file of Accelerate")] = None,
     recipe: Annotated[Path | None, typer.Argument(help="the recipe to run with it")] = None,
     flags: Annotated[list[str] | None, typer.Argument(help="after --: flags for the recipe")] = None,
-    fix: Annotated[
-        bool, typer.Option("--fix", help="write a copy of the config beside it, with the findings mended")
-    ] = False,
+    fix: Annotated[bool, typer.Option("--fix", help="write a corrected copy of the config beside it")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Check this machine, a config, and whether a recipe runs with it. Exit code 1 with findings.
@@ -180,7 +187,7 @@ def plan(
     recipe: Annotated[Path, typer.Argument(help="a recipe")],
     flags: Annotated[list[str] | None, typer.Argument(help="after --: flags for the recipe")] = None,
     config: Annotated[
-        list[str] | None, typer.Option(help="config by name or path; several times (default: a table of all of ours)")
+        list[str] | None, typer.Option(help="config by name or path; repeatable (default: a table of all configs)")
     ] = None,
     num_processes: Annotated[
         int | None, typer.Option(*_both("num_processes"), help="GPUs on all machines (default: the config's)", min=1)
@@ -196,7 +203,7 @@ def plan(
     hardware: Annotated[Path | None, typer.Option(help="JSON file with the rates of your machines")] = None,
     scaling: Annotated[bool, typer.Option("--scaling", help="also with more GPUs, up to 8,192")] = False,
     plot: Annotated[Path | None, typer.Option(help="with --scaling: an HTML page with the curves")] = None,
-    hours: Annotated[float | None, typer.Option(help="name the cheapest that ends in so many hours")] = None,
+    hours: Annotated[float | None, typer.Option(help="name the cheapest that ends within this many hours")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what a run will take on a cluster: batch, memory, traffic, time. Exit code 1 if it does not fit.

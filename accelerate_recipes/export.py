@@ -74,7 +74,7 @@ def _opened(checkpoint: Path) -> "Reader":
                 "complete one"
             ) from None
     if not checkpoint.is_dir():
-        raise UsageError(f"{checkpoint} is no folder: use the folder of a checkpoint or of a run")
+        raise UsageError(f"{checkpoint} is not a folder: use that of a checkpoint or of a run")
     try:
         reader = newest(checkpoint, opened, CpuGroup())
     except DamagedError as error:

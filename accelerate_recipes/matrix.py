@@ -8,11 +8,11 @@ from accelerate_recipes import bundle
 # A recipe, or one of its models that configs divide in another way, as somebody types it.
 EXPERTS = "transformer --num_experts 4"
 RECIPES = (
-    *("mnist", "mnist --model mlp", "linear_regression", "transformer", EXPERTS, "text_classification", "embeddings"),
-    *("question_answering", "translation", "finetune", "preferences", "image_classification", "diffusion"),
-    "vision_language",
+    *("mnist", "mnist --model mlp", "linear_regression", "transformer", EXPERTS, "text_classification"),
+    *("token_classification", "masked_lm", "embeddings", "question_answering", "translation", "finetune"),
+    *("preferences", "image_classification", "diffusion", "vision_language"),
 )
-# Those that one machine compares with one process, which single.yaml is.
+# The configs that one machine compares with one process, which is single.yaml.
 CONFIGS = tuple(path.stem for path in bundle.configs() if not path.stem.startswith(("single", "multi_node")))
 # Sizes that are no settings of a config file, but flags of all recipes: {config: [flag, size]}.
 PIPELINES = ("pipeline_parallel", "fsdp2_pipeline", "fsdp2_tensor_pipeline")
@@ -48,7 +48,7 @@ _NOT_SUPPORTED = (
     ("calls a layer 2 times", PIPELINES, ["embeddings"]),
     ("has no experts of transformers 5", ["fsdp2_expert_parallel"], [each for each in RECIPES if each != EXPERTS]),
 )
-# DeepSpeed's bf16 rounds at other places than autocast. For all but one, the parity check ends the run.
+# DeepSpeed's bf16 rounds at different points than autocast. For all but one, the parity check ends the run.
 _DIFFER = ("finetune", "preferences", "image_classification")
 
 MATRIX = (

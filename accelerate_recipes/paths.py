@@ -5,6 +5,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 
 from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.files import replace_file
 
 
 def check_new_folder(path: Path, name: str = "") -> None:
@@ -47,6 +48,14 @@ def check_new_file(path: Path, name: str) -> None:
     except OSError as error:
         raise _cannot(path, name, "written", error) from None
     check_folder(path.parent, name)
+
+
+def write_file(path: Path, text: str) -> None:
+    """Writes a file, or replaces it as a whole. Raises UsageError if that is impossible."""
+    try:
+        replace_file(path, text.encode(errors="replace"))
+    except OSError as error:
+        raise _cannot(path, "", "written", error) from None
 
 
 def check_file(path: Path, name: str, advice: str) -> None:

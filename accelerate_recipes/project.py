@@ -13,18 +13,11 @@ from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.console import print_json
 from accelerate_recipes.matrix import flags_for
 from accelerate_recipes.paths import check_new_folder
+from accelerate_recipes.templates import render
 
 SINGLE_FILES = bundle.RECIPES / "single_file"
 SINGLE_FILE_CONFIGS = ("single", "ddp", "fsdp2", "deepspeed_zero2")  # their docstrings say: verified under these
 DISTRIBUTIONS = {"sklearn": "scikit-learn"}  # where names differ
-FILES = {
-    "loop.py": "the loop, for you to change; all that it calls is in `accelerate_recipes`",
-    "accelerate_recipes": "the package that `train.py` imports, for you to change",
-    "wheels": "the package that `train.py` imports, as long as it is on no index",
-}
-PACKAGES = 'packages.find.include = ["accelerate_recipes*"]\npackage-data = { "*" = ["*"] }'
-SCRIPTS = '\n[project.scripts]\naccelerate-recipes = "accelerate_recipes.cli:main"\n'
-_TEMPLATES = Path(__file__).parent / "templates"
 
 
 def make(
@@ -82,7 +75,7 @@ def make(
 def _single_file(name: str) -> Path:
     known = {path.stem: path for path in sorted(SINGLE_FILES.glob("*.py"))}
     if name not in known:
-        raise UsageError(f"{name}: no recipe as a single file; use one of {', '.join(known)}")
+        raise UsageError(f"{name}: no such recipe as a single file; use one of {', '.join(known)}")
     return known[name]
 
 
@@ -110,23 +103,18 @@ def _write(project: Path, script: Path, configs: list[Path], own_loop: bool, ven
     values = {
         "config": configs[0].stem,
         "dependencies": json.dumps(_dependencies(script, is_alone, vendor, _needs_deepspeed(configs)), indent=4),
-        "files": "".join(f"| `{name}` | {what} |\n" for name, what in FILES.items() if (project / name).exists()),
         "flags": flags[configs[0].stem],
         "flags_of_configs": json.dumps({config: own for config, own in flags.items() if own}),
         "name": re.sub(r"[^a-z0-9]+", "-", project.name.lower()).strip("-") or "project",
-        "modules": PACKAGES if vendor else "py-modules = []",
         "origin": f"{script.relative_to(bundle.ROOT).as_posix()} of accelerate-recipes {bundle.VERSION}",
-        "scripts": SCRIPTS * vendor,
-        "uv": f'\n[tool.uv.sources]\naccelerate-recipes = {{ path = "wheels/{wheel.name}" }}\n' if wheel else "",
-        "wheels": "wheels/*.whl " if wheel else "",
+        "own_loop": own_loop,
+        "vendor": vendor,
+        "wheel": wheel.name if wheel else None,
     }
     kind = "_single_file" * is_alone
     products = {"pyproject.toml": "pyproject.toml", "Makefile": "Makefile", f"README{kind}.md": "README.md"}
     for template, product in (products | {f"test_train{kind}.py": "tests/test_train.py"}).items():
-        text = (_TEMPLATES / f"{template}.template").read_text(encoding="utf-8")
-        for key, value in values.items():
-            text = text.replace(f"<<{key}>>", value)
-        _new_file(project / product).write_text(text, encoding="utf-8")
+        _new_file(project / product).write_text(render(f"{template}.template", **values), encoding="utf-8")
 
 
 def _own_files(script: Path, configs: list[Path], own_loop: bool) -> dict[str, str]:

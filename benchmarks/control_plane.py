@@ -84,7 +84,8 @@ def work(folder: Path, layers: int) -> dict[str, list[float]]:
     group = CpuGroup()
     watch, state = Watch(accelerator, plan, group), TrainState()
     seconds["set-up"].append(time.perf_counter() - started)
-    with Saver(engine, {}, group, watch) as saver:
+    # A save asks whether the older checkpoint is of this run: by settings and samples.
+    with Saver(engine, {"samples": {}}, group, watch) as saver:
         for number in range(1, ROUNDS + 1):
             state.step = number
 

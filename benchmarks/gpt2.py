@@ -15,7 +15,8 @@ ratio stays fair. gpt2_variants.py tries several combinations.
   all blocks; LayerNorm computes in float32, and the weights stay in float32. Without it, the embeddings'
   float32 makes every sum with a bf16 output float32. The losses of a real training were not compared.
 - `--loss_chunk N` holds the logits of N tokens at a time; the backward pass computes them again.
-- `--inductor` is a mode of torch.compile. Those with CUDA graphs are reduce-overhead and max-autotune.
+- `--inductor` is a mode of torch.compile; none compiles nothing. Those with CUDA graphs are reduce-overhead and
+  max-autotune.
 
 Needs a GPU. Without one, `--layers 1 --heads 2 --width 64 --context 32 --vocabulary 256 --batch_size 4` only shows
 that the script runs. NOT YET RUN ON A GPU.
@@ -52,7 +53,7 @@ BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "flash3": SDPBackend.FLASH_ATTENTION,  # after torch has exchanged the kernels of this backend
 }
-MODES = ("default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune")
+MODES = ("none", "default", "max-autotune-no-cudagraphs", "reduce-overhead", "max-autotune")
 
 
 @contextlib.contextmanager
@@ -65,8 +66,9 @@ def chosen_kernels(arguments: argparse.Namespace) -> Iterator[None]:
             nn.attention.activate_flash_attention_impl("FA3")
         if arguments.attention != "sdpa":
             entered.enter_context(sdpa_kernel(BACKENDS[arguments.attention]))
-        options = torch._inductor.list_mode_options(arguments.inductor)
-        entered.enter_context(torch._inductor.config.patch(options))
+        if arguments.inductor != "none":
+            options = torch._inductor.list_mode_options(arguments.inductor)
+            entered.enter_context(torch._inductor.config.patch(options))
         yield
 
 
@@ -81,7 +83,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="file for the figures; leaves out the profile")
     arguments = parser.parse_args()
     if DEVICE == "cpu":
-        for name, needing in (("attention", ("cudnn", "flash3")), ("inductor", MODES[2:])):
+        for name, needing in (("attention", ("cudnn", "flash3")), ("inductor", MODES[3:])):
             if getattr(arguments, name) in needing:
                 raise UsageError(f"--{name} {getattr(arguments, name)} needs a GPU: leave it out")
         if arguments.width >= SIZES["width"]:

@@ -3,16 +3,17 @@
 import argparse
 import contextlib
 import io
+import os
 import tempfile
 import time
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from accelerate_recipes.common.config import RunConfig
+from accelerate_recipes.common.launch.start import start
 from accelerate_recipes.common.loop import fit
 from accelerate_recipes.common.tasks.causal_lm import flops_per_sample, with_losses
 from accelerate_recipes.common.tasks.text import TokenDataset
@@ -65,7 +66,8 @@ def build(arguments: argparse.Namespace) -> nn.Module:
 def train_raw(arguments: argparse.Namespace, dataset: TokenDataset, clock: Clock) -> None:
     """The loop written by hand, in PyTorch alone."""
     model = build(arguments).to(DEVICE)
-    model.compile()
+    if arguments.inductor != "none":
+        model.compile()
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, fused=True)
     settings = {"shuffle": True, "drop_last": True, "pin_memory": DEVICE == "cuda"}
     # The dataset's __getitems__ returns whole batches.
@@ -84,7 +86,7 @@ def train_raw(arguments: argparse.Namespace, dataset: TokenDataset, clock: Clock
                 return
 
 
-def train_ours(arguments: argparse.Namespace, dataset: TokenDataset, clock: Clock, profile: bool = False) -> None:
+def train_ours(arguments: argparse.Namespace, dataset: TokenDataset, clock: Clock) -> None:
     """Our loop: `fit`, with the records of a recipe."""
 
     class Ticking(torch.optim.AdamW):
@@ -101,14 +103,13 @@ def train_ours(arguments: argparse.Namespace, dataset: TokenDataset, clock: Cloc
             eval_every=clock.num_steps,
             learning_rate=LEARNING_RATE,
             max_grad_norm=MAX_NORM,
-            compile=True,
-            profile=profile,
+            compile=arguments.inductor != "none",
             output_dir=folder,
         )
-        accelerator = Accelerator(mixed_precision="bf16", cpu=DEVICE == "cpu")
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "bf16"  # as accelerate launch --mixed_precision bf16 does
         few = Subset(dataset, range(1))  # fit needs an evaluation set
         fit(
-            accelerator,
+            start(config),
             model,
             optimizer,
             lambda model, batch: {"loss": model(batch["tokens"], batch["labels"])},

@@ -34,6 +34,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from accelerate_recipes.common.config import RunConfig
 from accelerate_recipes.common.data.sets import Batch, ForwardStep
+from accelerate_recipes.common.launch.start import start
 from accelerate_recipes.common.loop import fit
 from accelerate_recipes.common.tasks.images import ImageDataset
 from accelerate_recipes.common.tasks.text import TokenDataset
@@ -129,7 +130,13 @@ def tasks() -> list[Task]:
 
 
 class Clock:
-    """Times the steps after a warm-up."""
+    """Times the steps after a warm-up of one step or more.
+
+    Attributes:
+        now: gives seconds.
+    """
+
+    now: Callable[[], float] = time.perf_counter
 
     def __init__(self, num_steps: int, warmup: int):
         self.num_steps, self.warmup, self.seen = num_steps, warmup, 0
@@ -139,9 +146,9 @@ class Clock:
         """Counts a step. Call it after each step."""
         self.seen += 1
         if self.seen == self.warmup:
-            self.started = time.perf_counter()
+            self.started = self.now()
         elif self.seen == self.num_steps:
-            self.seconds = (time.perf_counter() - self.started) / (self.num_steps - self.warmup)
+            self.seconds = (self.now() - self.started) / (self.num_steps - self.warmup)
 
 
 def train_raw(model: nn.Module, task: Task, clock: Clock) -> None:
@@ -278,7 +285,7 @@ def train_ours(model: nn.Module, task: Task, clock: Clock) -> None:
             max_grad_norm=MAX_NORM,
             output_dir=folder,
         )
-        fit(Accelerator(cpu=True), model, optimizer, task.forward_step, task.dataset, few, config)
+        fit(start(config), model, optimizer, task.forward_step, task.dataset, few, config)
 
 
 LOOPS: dict[str, tuple[Callable[..., None], str | None]] = {
@@ -300,7 +307,7 @@ def measure(task: Task, num_steps: int, rounds: int, chosen: list[str]) -> None:
         names = list(loops)
         for name in names[index % len(names) :] + names[: index % len(names)]:
             torch.manual_seed(0)
-            clock = Clock(num_steps, warmup=num_steps // 5)
+            clock = Clock(num_steps, warmup=max(1, num_steps // 5))
             loops[name](task.make_model(), task, clock)
             seconds[name].append(clock.seconds)
     print("| loop | µs per step, median (min to max) | ratio to raw, median (min to max) |")
@@ -322,7 +329,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--loops", nargs="+", choices=LOOPS, default=list(LOOPS))
     parser.add_argument("--tasks", nargs="+", type=int, choices=(0, 1, 2), default=(0, 1, 2))
+    parser.add_argument(
+        "--cpu_seconds", action="store_true", help="of the process, where other work shares the machine"
+    )
     arguments = parser.parse_args()
+    if arguments.cpu_seconds:
+        Clock.now = staticmethod(time.process_time)
     packages = [p for p in ("torch", "accelerate", "transformers", "lightning") if find_spec(p)]
     print(
         f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} thread(s), "

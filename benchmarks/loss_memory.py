@@ -17,11 +17,11 @@ import time
 
 import torch
 
-VOCABULARY, BATCH, CONTEXT = 50_000, 8, 512
+BATCH = 8
 CHUNKS = (0, 4096, 1024, 256)
 
 
-def measure(chunk: int) -> dict[str, float]:
+def measure(chunk: int, vocabulary: int, context: int) -> dict[str, float]:
     """{"megabytes", "seconds"} with the logits of `chunk` tokens in memory; 0: all."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -29,10 +29,10 @@ def measure(chunk: int) -> dict[str, float]:
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = with_losses(LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes)), chunk=chunk, longest=CONTEXT)
+    model = with_losses(LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **sizes)), chunk=chunk, longest=context)
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     model.to(device)
-    tokens = torch.randint(0, VOCABULARY, (BATCH, CONTEXT), device=device)
+    tokens = torch.randint(0, vocabulary, (BATCH, context), device=device)
     model(tokens[:1, :8], tokens[:1, :8]).sum().backward()  # gradients and libraries are in memory before
     before, seconds = _peak(device), []
     for _ in range(3):
@@ -53,19 +53,23 @@ def _peak(device: torch.device) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--vocabulary", type=int, default=50_000)
+    parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--chunk", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    vocabulary, context = arguments.vocabulary, arguments.context
     if arguments.chunk is not None:
-        print(json.dumps(measure(arguments.chunk)))
+        print(json.dumps(measure(arguments.chunk, vocabulary, context)))
         return
     found: dict[int, list[dict[str, float]]] = {chunk: [] for chunk in CHUNKS}
     for _ in range(arguments.rounds):
         for chunk in CHUNKS:
             command = [sys.executable, __file__, "--chunk", str(chunk)]
+            command += ["--vocabulary", str(vocabulary), "--context", str(context)]
             run = subprocess.run(command, capture_output=True, text=True, check=True)
             found[chunk].append(json.loads(run.stdout.splitlines()[-1]))
-    size = BATCH * CONTEXT * VOCABULARY * 4 / 1e6
-    print(f"{BATCH} x {CONTEXT} tokens, vocabulary {VOCABULARY:,}: all logits are {size:,.0f} MB\n")
+    size = BATCH * context * vocabulary * 4 / 1e6
+    print(f"{BATCH} x {context} tokens, vocabulary {vocabulary:,}: all logits are {size:,.0f} MB\n")
     print("| tokens whose logits are in memory | MB | time, of all at once |\n| --- | ---: | ---: |")
     for chunk, runs in found.items():
         ratios = [run["seconds"] / whole["seconds"] for run, whole in zip(runs, found[0])]

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from accelerate_recipes.plan.ask import Case, plans
-from accelerate_recipes.plan.facts import NoPlan, Plan
+from accelerate_recipes.plan.facts import Estimate, NoPlan
 from accelerate_recipes.plan.hardware import read
 
 ROOT = Path(__file__).parents[1]
@@ -138,7 +138,7 @@ def sent_by(step: Callable[[], object]) -> int:
     return int(counters.read_text().split()[3]) - before
 
 
-def planned(runs: Sequence[Run], size: str, sizes: tuple[int, int]) -> list[Plan | NoPlan]:
+def planned(runs: Sequence[Run], size: str, sizes: tuple[int, int]) -> list[Estimate | NoPlan]:
     """The plans of the runs, for a model in `SIZES` of llama.py."""
     cases = []
     for config, num_processes, options in runs:

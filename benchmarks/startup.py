@@ -98,7 +98,10 @@ def spread(values: list[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
-    rounds = parser.parse_args().rounds
+    recipes = sorted(path.stem for path in (ROOT / "recipes").glob("*.py"))
+    parser.add_argument("--recipes", nargs="*", choices=recipes, default=recipes, help="of the second table")
+    arguments = parser.parse_args()
+    rounds, recipes = arguments.rounds, arguments.recipes
     config = str(ROOT / "accelerate_configs" / "ddp.yaml")
     launchers = {
         "accelerate launch": ["accelerate", "launch", "--config_file", config],
@@ -109,18 +112,8 @@ def main() -> None:
         raw_script = Path(folder) / "raw.py"
         raw_script.write_text(RAW)
         # --log_every 1 prints the first step at once. The evaluation comes after the second step, so it is not timed.
-        arguments = [
-            "--max_steps",
-            "2",
-            "--log_every",
-            "1",
-            "--eval_every",
-            "2",
-            "--output_dir",
-            folder,
-            "--overwrite_output_dir",
-        ]
-        mlp = [str(ROOT / "recipes" / "mnist.py"), "--model", "mlp", *arguments]
+        flags = f"--max_steps 2 --log_every 1 --eval_every 2 --output_dir {folder} --overwrite_output_dir".split()
+        mlp = [str(ROOT / "recipes" / "mnist.py"), "--model", "mlp", *flags]
         by_hand = "torchrun, by hand"
         commands = {by_hand: [*launchers["torchrun"], str(raw_script)]}
         commands |= {f"{name}, ours": launchers[name] + mlp for name in ("accelerate launch", "torchrun")}
@@ -132,8 +125,9 @@ def main() -> None:
             print(f"| {name} | {spread(times)} | {spread(ratios)} |")
         print("\n| recipe | " + " | ".join(launchers) + " | modules imported | seconds to import them |")
         print("| --- |" + " ---: |" * (len(launchers) + 2))
-        for script in sorted((ROOT / "recipes").glob("*.py")):
-            recipe = [str(script), *arguments, *(["--sample_tokens", "0"] if script.stem == "transformer" else [])]
+        for name in recipes:
+            script = ROOT / "recipes" / f"{name}.py"
+            recipe = [str(script), *flags, *(["--sample_tokens", "0"] if name == "transformer" else [])]
             times = in_turns({name: launcher + recipe for name, launcher in launchers.items()}, rounds)
             num_modules, import_seconds = imports(recipe)
             columns = [*(spread(values) for values in times.values()), str(num_modules), f"{import_seconds:.2f}"]

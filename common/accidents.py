@@ -25,7 +25,7 @@ NO_SHARED_MEMORY = re.compile(
     r"unable to (?:allocate|open|mmap|resize).* shared memory|shared memory.*No space left", re.I
 )
 
-# What a full disk, a quota, a read-only file system and a folder of somebody else say.
+# The errors of a full disk, a quota, a read-only file system and somebody else's folder.
 REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 NO_FOLDER = (errno.ENOTDIR, errno.EEXIST, errno.EIO, errno.ESTALE)  # only of an error that names the file
 FULL = re.compile(r"\d+ requested and \d+ written|Not enough disk space")  # of numpy, and of datasets
@@ -94,14 +94,14 @@ def lost_worker(signal_name: str | None) -> str:
     if signal_name == "Bus error":
         size = f" of {shutil.disk_usage(SHARED).total / 1e6:,.0f} MB" if SHARED.exists() else ""
         return (
-            f"{SHARED}{size}, through which workers of the loader send batches, is full: use --num_workers 0, or give "
+            f"{SHARED}{size}, which DataLoader workers send batches through, is full: use --num_workers 0, or give "
             "it more (docker run --shm-size 8g)"
         )
     if signal_name in (None, "Killed"):
         free = psutil.virtual_memory().available / 1e9
-        how = f"was killed, mostly for want of memory ({free:,.1f} GB are free now)"
-        return f"a worker of the loader {how}: use a smaller --num_workers, or 0"
-    return f"a worker of the loader ended ({signal_name}): use --num_workers 0, which shows where"
+        how = f"was killed, probably because memory ran out ({free:,.1f} GB are free now)"
+        return f"a DataLoader worker {how}: use a smaller --num_workers, or 0"
+    return f"a DataLoader worker ended ({signal_name}): use --num_workers 0 to see where"
 
 
 def _open_files(error: BaseException) -> str | None:

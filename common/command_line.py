@@ -50,7 +50,7 @@ GROUPS = {
     "records": ("log_every", "eval_every", "evaluate_only", "save_predictions", "report_to"),
     "machine": (
         *("pipeline_stages", "pipeline_schedule", "expert_parallel", "compile", "deterministic", "tf32", "check_steps"),
-        "hang_timeout",
+        *("check_every", "hang_timeout"),
     ),
 }
 OF_THE_LAUNCHER = [
@@ -89,7 +89,14 @@ class _Parser(argparse.ArgumentParser):
             self.add_argument(f"--{OF_OLD_LAUNCHERS}", help=argparse.SUPPRESS)
 
     def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
-        values, unknown = self.parse_known_args([_with_underscores(argument) for argument in arguments])
+        words = [_with_underscores(argument) for argument in arguments]
+        for word, following in zip(words, [*words[1:], "--"]):
+            name, equals, value = word.partition("=")
+            action = self._option_string_actions.get(name)
+            if action is not None and action.nargs == 0 and (equals or not following.startswith("-")):
+                off = f"--no_{action.dest} turns it off"
+                self.error(f"{name} takes no value, got '{value if equals else following}': leave the value out; {off}")
+        values, unknown = self.parse_known_args(words)
         if unknown:
             self._refuse(unknown[0])
         if getattr(values, "help", False):
@@ -137,8 +144,14 @@ def _options(hint: Any, name: str) -> dict[str, Any]:
     if typing.get_origin(hint) is Literal:
         return {"choices": typing.get_args(hint)}
     if hint is Path:
-        return {"type": str, "metavar": name.upper()}  # not Path: an empty text would become the current folder
+        return {"type": _path, "metavar": name.upper()}
     return {"type": _converter(hint), "metavar": {int: "N", float: "X"}.get(hint, name.upper())}
+
+
+def _path(text: str) -> Path:
+    if not text.strip():  # Path makes the current folder of it
+        raise argparse.ArgumentTypeError("expected the path of a folder, got nothing")
+    return Path(text)
 
 
 def _converter(kind: type) -> Any:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import os
 import sys
 import typing
 from dataclasses import dataclass
@@ -44,9 +45,7 @@ class RunConfig:
     output_dir: Path = flag(None, "folder for records, checkpoints and model/ (default: outputs/<recipe>)")
     epochs: int = flag(1, "passes over the training data", minimum=1)
     max_steps: int | None = flag(None, "optimizer steps; overrides --epochs", minimum=1)
-    batch_size: int = flag(
-        64, "samples per optimizer step, over all processes and accumulation", minimum=1, below=2**31
-    )
+    batch_size: int = flag(64, "samples per optimizer step, over all processes and accumulation", minimum=1)
     micro_batch_size: int | None = flag(
         None, "samples per forward pass per process; lower it to save memory (more accumulation)", minimum=1
     )
@@ -68,7 +67,7 @@ class RunConfig:
     )
     weight_decay: float = flag(0.0, "weight decay of matrices and kernels; not of biases, norms, embeddings", minimum=0)
     max_grad_norm: float = flag(1.0, "clip gradients to this global L2 norm; 0 does not clip", minimum=0)
-    seed: int = flag(0, "seed of the initial weights, the sample order and all random numbers", minimum=0, below=2**31)
+    seed: int = flag(0, "seed of the initial weights, the sample order and all random numbers", minimum=0)
     num_workers: int = flag(
         0, "data-loading processes per training process, for datasets that decode", minimum=0, below=1025
     )
@@ -94,7 +93,13 @@ class RunConfig:
         None, "end the run after this many evaluations in a row without a new best value", minimum=1
     )
     check_steps: int = flag(
-        2, "first optimizer steps that one process repeats alone, to compare; 0: no comparison", minimum=0
+        2, "first optimizer steps that one process repeats, to compare the results; 0: no check", minimum=0, below=1001
+    )
+    check_every: int = flag(
+        0,
+        "after the save that follows so many optimizer steps, one process on the CPU repeats the next two steps, to "
+        "compare; 0: never",
+        minimum=0,
     )
     hang_timeout: float = flag(1800.0, "end the run after this many seconds without a step; 0: never", minimum=0)
     save_predictions: bool = flag(
@@ -126,14 +131,20 @@ class RunConfig:
             _check(type(self), field.name, getattr(self, field.name))
         if self.early_stopping_patience is not None and self.metric_for_best_model is None:
             raise UsageError("--early_stopping_patience needs a metric: use --metric_for_best_model loss")
+        if os.path.realpath(self.output_dir) == os.sep:  # not resolve, which fails at a loop of links
+            raise UsageError(f"--output_dir {self.output_dir} is the root of the disk: use a folder of its own")
+        if self.deterministic and self.tf32:
+            raise UsageError("--deterministic is for exact results, --tf32 rounds them: use one of them")
         if self.pipeline_schedule != "1f1b" and self.pipeline_stages == 1:
             raise UsageError(
-                f"--pipeline_schedule {self.pipeline_schedule} is of a pipeline: use --pipeline_stages, too"
+                f"--pipeline_schedule {self.pipeline_schedule} needs a pipeline: use --pipeline_stages, too"
             )
+        if self.check_every and not self.save_every:
+            raise UsageError(f"--check_every {self.check_every} begins at a checkpoint: use --save_every, too")
         if self.overwrite_output_dir and self.resume_from_checkpoint == "latest":  # each restart would begin anew
             raise UsageError(
-                "--overwrite_output_dir starts over, --resume_from_checkpoint latest goes on: use one of them; in a "
-                "job that may be restarted the latter, which starts afresh where there is no checkpoint"
+                "--overwrite_output_dir starts over, --resume_from_checkpoint latest continues: use one of them; in "
+                "a job that may restart use the latter, which starts afresh if there is no checkpoint"
             )
 
 
@@ -157,6 +168,8 @@ def _check(config_class: type, name: str, value: Any) -> None:
         raise UsageError(f"--{name} {value}: expected {minimum} or more")
     if above is not None and value <= above:
         raise UsageError(f"--{name} {value}: expected more than {above}")
+    if below is None and isinstance(value, int):
+        below = 2**31
     if below is not None and value >= below:
         raise UsageError(f"--{name} {value}: expected less than {below}")
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -25,6 +26,8 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 CODE_FILE = "ACCELERATE_RECIPES_EXIT_CODE"  # launchers/node.py sets it
 SETTINGS = re.compile("(ACCELERATE|FSDP|PARALLELISM_CONFIG)_")  # of the config file and accelerate's flags
 RANKS = re.compile("(LOCAL_|GROUP_|ROLE_|)(RANK|WORLD_SIZE)")
+NUMBERS = re.compile(f"{RANKS.pattern}|MASTER_PORT|TORCHELASTIC_RESTART_COUNT")
+OF_LAUNCHERS = re.compile(f"({NUMBERS.pattern}|MASTER_ADDR)$|{SETTINGS.pattern}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,14 +58,14 @@ class Environment:
     @classmethod
     def read(cls) -> "Environment":
         """What the variables of this process say now."""
-        get, num_restarts = os.environ.get, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+        get, num_restarts = os.environ.get, _number("TORCHELASTIC_RESTART_COUNT", 0)
         return cls(
-            rank=int(get("RANK", 0)),
-            world_size=int(get("WORLD_SIZE", 1)),
-            local_rank=int(os.environ["LOCAL_RANK"]) if "LOCAL_RANK" in os.environ else None,
-            local_world_size=int(get("LOCAL_WORLD_SIZE", 1)),
-            machine_rank=int(get("GROUP_RANK", 0)),
-            num_machines=int(get("GROUP_WORLD_SIZE", 1)),
+            rank=_number("RANK", 0),
+            world_size=_number("WORLD_SIZE", 1),
+            local_rank=_number("LOCAL_RANK", None),
+            local_world_size=_number("LOCAL_WORLD_SIZE", 1),
+            machine_rank=_number("GROUP_RANK", 0),
+            num_machines=_number("GROUP_WORLD_SIZE", 1),
             num_restarts=num_restarts,
             store_number=num_restarts if get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0,
             main_address=get("MASTER_ADDR"),
@@ -100,6 +103,22 @@ class Environment:
         return int(text)
 
 
+def _number(name: str, default: Any) -> Any:
+    text = os.environ.get(name, "").strip()
+    return int(text) if text.isdecimal() else default  # `drop_leftovers` says what is wrong
+
+
+def drop_leftovers() -> None:
+    """Removes empty variables of launchers. Raises UsageError for one that should be a number and is none."""
+    for name in [*filter(OF_LAUNCHERS.match, os.environ)]:
+        if not (value := os.environ[name].strip()):
+            del os.environ[name]
+        elif NUMBERS.fullmatch(name) and not value.isdecimal():
+            raise UsageError(
+                f"{name} is {value}, which is no number", f"unset {name}", beside="or use accelerate launch"
+            )
+
+
 def rank() -> int:
     """The number of this process among all, which need not have joined."""
     return Environment.read().rank
@@ -119,6 +138,14 @@ def without_ranks() -> Iterator[None]:
         yield
     finally:
         os.environ.update(removed)
+
+
+def variables_of_one_process() -> dict[str, str]:
+    """The environment of a process of its own on the CPU: in the precision of this run, without its launcher."""
+    launchers = re.compile(f"{OF_LAUNCHERS.pattern}|TORCHELASTIC_")
+    kept = {name: value for name, value in os.environ.items() if not launchers.match(name)}
+    precision = {"ACCELERATE_MIXED_PRECISION": Environment.read().mixed_precision}
+    return kept | {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"} | precision
 
 
 @contextmanager

@@ -40,8 +40,8 @@ class Edit:
 
 @dataclass(eq=False, repr=False)
 class UsageError(RunError):
-    """A mistake of the user. Its line is `what: instead`, with what comes beside that; each place that has not been
-    divided gives the whole line as `what`.
+    """A mistake of the user. Its message is `what: instead`, plus `beside`; callers that do not split it pass the
+    whole message as `what`.
 
     Attributes:
         what: what is wrong: what was given and what was expected.
@@ -63,7 +63,7 @@ class UsageError(RunError):
 
 
 def join_advice(advice: str, beside: str) -> str:
-    """An advice, and what comes beside it."""
+    """Joins an advice and what comes with it."""
     separator = ", " if beside.startswith(("or ", "and ", "then ", "as in ")) else "; "
     return separator.join(filter(None, (advice, beside)))
 

@@ -17,13 +17,13 @@ from .data.batches import batches, resident
 from .data.facts import say_sizes
 from .data.mixture import of_sources, without_sources
 from .data.sets import Collated, Examples, MapDataset, Metrics
-from .errors import StoppedError, UsageError
+from .errors import RunError, StoppedError, UsageError
 from .files import for_json
 from .parallel.strategies import check_trainable, prepare
 from .records.recorder import Recorder
 from .seeds import EVALUATION, SUMMARY, seed_forward
 from .state import TrainState
-from .step.batch_loss import SAMPLE_WEIGHT, BatchLoss, gather, put
+from .step.batch_loss import SAMPLE_WEIGHT, BatchLoss, gather, put, widened
 from .step.engine import Engine, evaluating
 from .step.guards import check_same_start, freeze_what_is_not_trained
 from .step.options import FitOptions
@@ -92,7 +92,10 @@ class Evaluation:
             state.evaluation_due = False
             name = config.metric_for_best_model
             if name is not None and state.records_best(name, metrics[name]):
-                export_model(engine, config.output_dir / "best", self.options.get("export"))
+                try:
+                    export_model(engine, config.output_dir / "best", self.options.get("export"))
+                except RunError as error:
+                    engine.accelerator.print(f"{error}; the run continues")
         recorder.evaluation(metrics)
         self.metrics = metrics
 
@@ -130,13 +133,7 @@ def _number(name: str, value: Any) -> float:
         raise UsageError(f'summarize returned "{name}" as {type(value).__name__}: expected a number') from None
 
 
-def evaluate_exported(
-    setup: Setup,
-    train_set: MapDataset,
-    eval_sets: Mapping[str, MapDataset],
-    options: FitOptions,
-    group: CpuGroup,
-) -> Metrics:
+def evaluate_exported(setup: Setup, group: CpuGroup) -> Metrics:
     """Evaluates the exported model of an earlier run, for `--evaluate_only`.
 
     Prints the metrics and writes them to `<output_dir>/evaluation.json`. The other files of the run stay as they are.
@@ -148,13 +145,13 @@ def evaluate_exported(
     accelerator, model, plan, config = setup.accelerator, setup.model, setup.plan, setup.plan.config
     materialize(model)
     load_exported(config.output_dir, model)
-    check_same_start(model, train_set, eval_sets, group)
+    check_same_start(model, setup.train_set, setup.eval_sets, group)
     with Watch(accelerator, plan, group) as watch:
         setup = check_trainable(setup)
         freeze_what_is_not_trained(accelerator, model, setup.optimizer)
         engine = prepare(setup)
         state = TrainState(step=plan.num_steps)  # the run is done
-        evaluation = Evaluation(engine, eval_sets, options, state, watch)
+        evaluation = Evaluation(engine, setup.eval_sets, setup.options, state, watch)
         metrics = evaluation.measure(evaluation.eval_sets, watch.poll)
         watch.settle()
     if metrics is None:
@@ -195,6 +192,9 @@ def evaluate_set(
             weight = batch.get("weight", torch.ones(size, device=device))
             put(rows, index, num_passes, values | {SAMPLE_WEIGHT: weight})
     rows = engine.share_values(rows)
+    for name in (name for name, each in rows.items() if each.ndim > 2):  # predictions, longer in other processes
+        sizes = torch.tensor(rows[name].shape[2:], device=device)
+        rows[name] = widened(rows[name], engine.accelerator.gather(sizes[None]).amax(0).tolist())
     examples = {name: gather(engine.accelerator, plan.layout, each)[:num_samples] for name, each in rows.items()}
     weight = examples.pop(SAMPLE_WEIGHT).double()
     metrics = examples if batch_loss is None else _in_batches(batch_loss, examples, plan.config.batch_size)

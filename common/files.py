@@ -12,11 +12,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from .errors import UsageError
+
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 
 def for_json(value: Any) -> Any:
-    """Numbers, and lists and dicts of numbers, for JSON, which has no infinity and no NaN: None stands for both."""
+    """Numbers, and lists and dicts of numbers, for JSON, which has no infinity or NaN: both become None."""
     if isinstance(value, dict):
         return {name: for_json(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -48,9 +50,16 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
+def check_is_pulled(path: Path) -> None:
+    """Raises UsageError for a pointer of Git LFS in the place of a file."""
+    with suppress(OSError), path.open("rb") as file:
+        if file.read(23) == b"version https://git-lfs":
+            raise UsageError(f"{path} is a pointer of Git LFS, not the file itself: run git lfs pull in its folder")
+
+
 def read_file(path: Path) -> str:
     """The text of a file in UTF-8. Raises OSError, also for what is no file, such as a pipe, on which a read would wait
-    for ever."""
+    forever."""
     if not path.is_file() and path.exists():
         raise IsADirectoryError(errno.EISDIR, "Not a file", str(path))
     return path.read_text(encoding="utf-8")
@@ -80,8 +89,8 @@ def flush_all(folder: Path) -> None:
 
 
 def replace_folder(aside: Path, folder: Path) -> None:
-    """Gives a finished folder its name, in place of another one. If the file system can exchange names, one of the two
-    has the name at each moment. Raises OSError."""
+    """Gives a finished folder the name of another one. If the file system can exchange names, one of them has the
+    name at every moment. Raises OSError."""
     flush_all(aside)
     if folder.exists() and not _exchange(aside, folder):
         shutil.rmtree(folder)

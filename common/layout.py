@@ -1,4 +1,4 @@
-"""How the processes of a run share the model and the samples: one value that all rooms ask."""
+"""How the processes of a run share the model and the samples: one value for all modules."""
 
 from dataclasses import dataclass, field
 

@@ -7,19 +7,17 @@ import torch
 from torch import nn
 
 from .check.parity import ParityCheck
-from .checkpoint.export import export_model
+from .checkpoint.export import try_export
 from .checkpoint.identity import identity
 from .checkpoint.resume import find_checkpoint
 from .checkpoint.save import Saver
 from .config import RunConfig
 from .cpu_group import CpuGroup
 from .data.batches import batches
-from .data.mixture import by_source
-from .data.sets import ForwardStep, MapDataset, Metrics, check_datasets
+from .data.sets import ForwardStep, MapDataset, Metrics
 from .evaluation import Evaluation, evaluate_exported
 from .launch.observed import ObservedAccelerator
 from .parallel.strategies import check_trainable, prepare
-from .plan import Plan
 from .records.output_dir import OutputDir
 from .records.recorder import Recorder
 from .step.checks import check_given
@@ -65,18 +63,16 @@ def fit(
         DriftError: processes that hold the same weights no longer agree; `model/` is not written.
     """
     check_given(model, optimizer, locals())
-    forward_step, sampler = by_source(train_set, eval_set, forward_step, options.get("sampler"))
-    train_set, eval_sets = check_datasets(train_set, eval_set, options.get("collate_fn"))
-    group = CpuGroup(config.hang_timeout)
-    plan = Plan.of(config, accelerator.layout, len(train_set), options.get("schedule"), sampler)
-    setup = with_sizes(Setup(accelerator, model, optimizer, forward_step, plan, options.get("batch_loss"), train_set))
+    setup = with_sizes(Setup.of(accelerator, model, optimizer, forward_step, train_set, eval_set, config, **options))
+    plan, train_set, eval_sets, group = setup.plan, setup.train_set, setup.eval_sets, CpuGroup(config.hang_timeout)
     if config.evaluate_only:
-        return evaluate_exported(setup, train_set, eval_sets, options, group)
+        return evaluate_exported(setup, group)
     with OutputDir(plan, group) as output_dir, Watch(accelerator, plan, group) as watch:
         this_run = identity(plan, model, optimizer, train_set, eval_sets, group)
         state = (checkpoint := find_checkpoint(plan, this_run, model, optimizer, group)).state
         if output_dir.is_done(state):
             return {}
+        try_export(plan, model, options.get("export"), group)
         checkpoint.load_weights(model)
         check_same_start(model, train_set, eval_sets, group)
         setup = check_trainable(setup)
@@ -90,7 +86,7 @@ def fit(
         recorder = Recorder(engine, output_dir, state, options, check.facts)
         checkpoint.load_rest(engine, recorder.unrecorded)
         evaluation = Evaluation(engine, eval_sets, options, state, watch)
-        with recorder, Saver(engine, this_run, group, watch, options.get("export")) as saver:
+        with recorder, check, Saver(engine, this_run, group, watch, check.after_save, options.get("export")) as saver:
             if state.evaluation_due:  # a stop request ended this evaluation in the earlier run
                 evaluation.run(recorder)
                 if watch.stop_requested:
@@ -114,6 +110,5 @@ def fit(
                         saver.save(state, recorder.unrecorded)
                 if stops:
                     watch.raise_stopped(saver.finish())
-            with engine.ema_weights():
-                recorder.facts["model_digest"] = export_model(engine, output_dir.path / "model", options.get("export"))
+            recorder.facts["model_digest"] = saver.export(state, recorder.unrecorded)
     return evaluation.metrics

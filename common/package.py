@@ -18,7 +18,7 @@ _RECIPES = _PACKAGE / "bundle" / "recipes"  # an installed recipe is a recipe
 
 
 def is_own(file: str) -> bool:
-    """Whether a file is the recipe's, or another one of the user's: not of this package, another one or Python."""
+    """Whether a file is the user's, such as the recipe: not part of this package, of another one or of Python."""
     path = Path(file)
     if path.is_relative_to(_PACKAGE):
         return path.is_relative_to(_RECIPES)

@@ -132,6 +132,10 @@ class Plan:
             sampler=sampler,
         )
 
+    def under(self, config: RunConfig, layout: Layout) -> "Plan":
+        """The plan of the same data with other flags and in another layout. Raises UsageError as `of`."""
+        return Plan.of(config, layout, self.num_samples, self.schedule, self.sampler)
+
     def epoch_order(self, epoch: int) -> torch.Tensor:
         """The order of sample ids in an epoch, int64; of shape (num_samples,) unless there is a sampler."""
         if self.sampler is None:

@@ -6,8 +6,8 @@ from typing import Any, TextIO
 
 
 class Output:
-    """A stream that ignores write errors: after the loss of its ssh connection a run goes on, and saves; and nobody may
-    read on, as in `| head`. What the terminal cannot show is replaced. Closed streams are None."""
+    """A stream that ignores write errors: after the loss of its ssh connection a run continues and saves, and a
+    reader such as `| head` may stop. What the terminal cannot show is replaced. Closed streams are None."""
 
     def __init__(self, stream: TextIO | None):
         self._stream = stream or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123

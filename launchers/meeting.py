@@ -173,7 +173,7 @@ def _visit(meeting: Meeting, deadline: float) -> None:
                 answer = _read(connection, meeting.timeout + 60)
             if answer is not None:
                 break
-            line = f"{unreachable} (it closed the connection: its own output says why)"
+            line = f"{unreachable} (it closed the connection: its output says why)"
         except ConnectionRefusedError:
             line = f"{unreachable} (nothing listens there: it is not started, or uses another --main_process_port)"
         except socket.gaierror as error:
@@ -189,7 +189,7 @@ def _visit(meeting: Meeting, deadline: float) -> None:
 
 
 def _send(connection: socket.socket, message: dict[str, Any]) -> None:
-    with suppress(OSError):  # the other side may have ended; its own output says why
+    with suppress(OSError):  # the other side may have ended; its output says why
         connection.sendall(json.dumps(message).encode() + b"\n")
 
 

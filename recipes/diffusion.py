@@ -4,7 +4,7 @@
 
 Data: scikit-learn's 1,797 digits, embedded; or a folder with MNIST's four IDX files, with a sub-folder of images for
 each class, or with parquet files; or the Hub id of an image-classification dataset.
-Expect: 99 % of 200 images show the digit that was asked for, by the nearest training image.
+Expect: 99 % of 200 images show the requested digit, judged by the nearest training image.
 Time: a minute and a half on two CPU cores.
 
 For MNIST, and for other images by the model of an earlier run:
@@ -48,12 +48,12 @@ class Config(RunConfig):
     log_every: int = 100
     eval_every: int | None = 500
     ema_decay: float = 0.998
-    max_samples: int | None = flag(None, "stream this many images of a data set and keep them, not all", minimum=1)
-    patch_size: int = flag(2, "a token is a square of so many pixels a side", minimum=1)
+    max_samples: int | None = flag(None, "stream only this many images of a dataset, and keep them", minimum=1)
+    patch_size: int = flag(2, "a token is a square with sides of this many pixels", minimum=1)
     hidden_size: int = flag(96, "width of the model", minimum=1)
     num_layers: int = flag(4, "layers of the model", minimum=1)
     num_heads: int = flag(4, "attention heads", minimum=1)
-    class_dropout: float = flag(0.1, "share of samples whose class the model is not told", minimum=0, below=1)
+    class_dropout: float = flag(0.1, "share of samples without their class", minimum=0, below=1)
     guidance: float = flag(1.5, "how much the class counts in images: 1 as in the data, more: clearer", minimum=0)
     num_steps: int = flag(50, "steps from noise to an image", minimum=1)
     num_pictures: int = flag(20, "images of each class that the exported model makes", minimum=0)

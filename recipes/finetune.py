@@ -3,11 +3,11 @@
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/finetune.py
 
 Data: small conversations whose answers follow rules; or your own JSON-lines or parquet file, or a Hub id, with a column
-of messages, or with the columns prompt and completion; and perhaps tools.
+of messages, or with the columns prompt and completion; and optionally tools.
 Expect: 50 of 50 held-out answers right, by the exported model of 0.8 M weights. Tokens are bytes.
 Time: a minute and a half on two CPU cores.
 
-To fine-tune a pretrained model on your own conversations, all weights or adapters alone:
+To fine-tune a pretrained model on your own conversations, all weights or only adapters:
 
     accelerate launch --config_file accelerate_configs/fsdp2.yaml recipes/finetune.py --data path/to/chats.jsonl \\
         --model_name_or_path path/or/hub-id --learning_rate 1e-5 --packing --activation_checkpointing
@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerate_recipes import Schedule, fit, flag, parameter_groups, run, start
-from accelerate_recipes.common.data import Batch
-from accelerate_recipes.common.data.facts import say
+from accelerate_recipes.common.data import Batch, say
 from accelerate_recipes.common.tasks.causal_lm import with_losses, with_perplexity
 from accelerate_recipes.common.tasks.chat_models import ChatFlags, load_chat_model, small_chat_model, write_answers
 from accelerate_recipes.common.tasks.chats import PAD_CHATS, ChatDataset, load_chats

@@ -7,7 +7,7 @@ or a Hub id.
 Expect: 98 % of the held-out shapes are recognised. confusion.png shows which are taken for which.
 Time: a quarter of a minute on two CPU cores.
 
-To train on your own images, or to continue from a pretrained model, all of it or its head alone:
+To train on your own images, or to continue from a pretrained model, all of it or only its head:
 
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/image_classification.py --data path/to/folder \\
         --image_size 64 --num_workers 2
@@ -49,11 +49,11 @@ class Config(AugmentationFlags):
     weight_decay: float = 0.05
     log_every: int = 50
     eval_every: int | None = 200
-    max_samples: int | None = flag(None, "stream this many images of a data set and keep them, not all", minimum=1)
+    max_samples: int | None = flag(None, "stream only this many images of a dataset, and keep them", minimum=1)
     class_weights: str | None = flag(None, "balanced, or the weights of classes in the loss, such as cat:2,dog:0.5")
-    label_smoothing: float = flag(0.1, "share of the target that all classes divide", minimum=0, below=1)
+    label_smoothing: float = flag(0.1, "share of the target that is spread over all classes", minimum=0, below=1)
     image_size: int = flag(32, "pixels a side; a pretrained model has its own", minimum=1)
-    patch_size: int = flag(8, "a token is a square of so many pixels a side", minimum=1)
+    patch_size: int = flag(8, "a token is a square with sides of this many pixels", minimum=1)
     hidden_size: int = flag(64, "width of the model", minimum=1)
     num_layers: int = flag(4, "layers of the model", minimum=1)
     num_heads: int = flag(4, "attention heads", minimum=1)
@@ -78,7 +78,7 @@ def make_forward_step(
         if has_several:
             return values | {
                 "accuracy": ((logits > 0) == label.bool()).float().mean(1),
-                "probability": (1e9 * logits.double().sigmoid()).long(),  # in billionths: integers have no mean
+                "probability": logits.sigmoid(),
                 "label": label.long(),
             }
         best = logits.topk(min(5, num_classes)).indices

@@ -2,8 +2,8 @@
 
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/preferences.py
 
-Data: small conversations that end with the right answer, or with that to the opposite question; or your own JSON-lines
-or parquet file, or a Hub id, with the columns chosen and rejected, and perhaps prompt and tools.
+Data: small conversations that end with the right answer, or with the answer to the opposite question; or your own
+JSON-lines or parquet file, or a Hub id, with the columns chosen and rejected, and optionally prompt and tools.
 Expect: 98 % of held-out pairs have a margin in favour of the chosen answer, at first 50 %. The exported model of 0.8 M
 weights gives 42 of 50 held-out answers. It starts from scratch, and so also learns to write the chosen answers.
 Time: about two minutes on two CPU cores.
@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from accelerate_recipes import Schedule, fit, flag, parameter_groups, print_once, run, start
-from accelerate_recipes.common.data import Batch
-from accelerate_recipes.common.data.sets import ForwardStep
+from accelerate_recipes.common.data import Batch, ForwardStep
 from accelerate_recipes.common.seeds import CPU, restore_generators
 from accelerate_recipes.common.tasks.causal_lm import with_losses
 from accelerate_recipes.common.tasks.chat_models import (
@@ -108,7 +107,7 @@ class Config(ChatFlags):
     log_every: int = 50
     loss: str = flag("dpo", f"{', '.join(LOSSES)}; or a sum of several with weights: dpo:0.8,hinge:0.2")
     label_smoothing: float = flag(0.0, "share of pairs whose label may be wrong: cDPO; robust", minimum=0, below=0.5)
-    beta: float = flag(0.1, "how much it costs to leave the reference: large keeps the model near it", above=0)
+    beta: float = flag(0.1, "cost of moving away from the reference: a large value keeps the model near it", above=0)
     sft_weight: float | None = flag(None, "weight of the chosen answer's loss (from scratch 1, else 0)", minimum=0)
 
 

@@ -28,9 +28,9 @@ from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification, BertForSequenceClassification
 
 from accelerate_recipes import Schedule, UsageError, fit, flag, parameter_groups, print_once, run, start
-from accelerate_recipes.common.data import Batch, Examples, Metrics, pad_to_longest
+from accelerate_recipes.common.data import Batch, Examples, Metrics
 from accelerate_recipes.common.tasks.class_metrics import class_measures, measures_of_several
-from accelerate_recipes.common.tasks.encoder import EncoderFlags, load_encoder, small_bert
+from accelerate_recipes.common.tasks.encoder import EncoderFlags, load_encoder, pad_texts, small_bert
 from accelerate_recipes.common.tasks.known_classes import config_of_classes, names_of, with_classes
 from accelerate_recipes.common.tasks.labelled import Labelled, balanced_weights
 from accelerate_recipes.common.tasks.labelled_texts import NUMBERS, EncodedTexts, load_labelled_texts
@@ -82,7 +82,7 @@ def make_forward_step(target: str) -> Callable[[nn.Module, Batch], dict[str, Ten
             return {
                 "loss": F.binary_cross_entropy_with_logits(logits, label, reduction="none").mean(1),
                 "accuracy": ((logits > 0) == (label > 0.5)).float().mean(1),
-                "probability": (1e9 * logits.double().sigmoid()).long(),  # in billionths: integers have no mean
+                "probability": logits.sigmoid(),
                 "label": (label > 0.5).long(),
             }
         predicted = logits.argmax(-1)
@@ -155,7 +155,7 @@ def main(config: Config) -> None:
         config,
         summarize=lambda means: {name: mean for name, mean in means.items() if name not in ("predicted", "target")},
         examples=measures.get(config.target, measures_of_several),
-        collate_fn=pad_to_longest({"input_ids": tokenizer.pad_token_id}),
+        collate_fn=pad_texts(model, tokenizer),
         export=export_of(model, tokenizer),
     )
 

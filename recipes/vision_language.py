@@ -32,9 +32,8 @@ from transformers import (
 )
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
-from accelerate_recipes import Schedule, fit, flag, parameter_groups, print_once, run, start
+from accelerate_recipes import Schedule, UsageError, fit, flag, parameter_groups, print_once, run, start
 from accelerate_recipes.common.data import Batch
-from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.tasks.causal_lm import with_losses, with_perplexity
 from accelerate_recipes.common.tasks.chat_models import END, ChatFlags, load_chat_model, write_answers
 from accelerate_recipes.common.tasks.encoder import freeze_key_biases
@@ -68,7 +67,7 @@ class Config(ChatFlags):
     log_every: int = 50
     messages_column: str = flag("messages", "name of the column with a list of messages")
     images_column: str = flag("images", "name of the column with the images of a conversation, in order")
-    freeze: str = flag("", "no weight is trained that has one of these words in its name, such as vision_model")
+    freeze: str = flag("", "freeze weights with one of these words in their names, such as vision_model")
 
 
 def small_vision_model(max_length: int, attention: str) -> tuple[PreTrainedModel, Any]:

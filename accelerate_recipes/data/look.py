@@ -29,34 +29,23 @@ MOST_COLUMNS = 4  # texts of a sample side by side
 BESIDE_TOKENS = {"labels", "text_ids", "attention_mask", "positions", "position_ids", "places", "token_type_ids"}
 
 
-def look(
-    accelerator: Any,
-    _model: Any,
-    _optimizer: Any,
-    _forward_step: Any,
-    train_set: Any,
-    eval_set: Any,
-    config: Any,
-    **options: Any,
-) -> dict[str, Any]:
+def look(*arguments: Any, **options: Any) -> dict[str, Any]:
     """Takes the arguments of `fit`. Returns facts about the data, and the first samples of the first step."""
     from accelerate_recipes.common.data.batches import batches
     from accelerate_recipes.common.data.facts import data_lines
-    from accelerate_recipes.common.data.mixture import Mixture, by_source
-    from accelerate_recipes.common.data.sets import check_datasets
+    from accelerate_recipes.common.data.mixture import Mixture
     from accelerate_recipes.common.errors import UsageError
-    from accelerate_recipes.common.plan import Plan
+    from accelerate_recipes.common.step.setup import Setup
 
-    own, number = train_set, json.loads(os.environ[QUESTION])  # without the collate function
+    accelerator, model, optimizer, forward_step, own, eval_set, config = arguments  # without the collate function
+    number = json.loads(os.environ[QUESTION])
     named = eval_set if isinstance(eval_set, Mapping) else {"": eval_set}
     sources = {"training": own} | {f"evaluation {name}".strip(): part for name, part in named.items()}
     try:
-        _, sampler = by_source(train_set, eval_set, _forward_step, options.get("sampler"))
-        train_set, _ = check_datasets(train_set, eval_set, options.get("collate_fn"))
         config = replace(config, micro_batch_size=None, num_workers=0)
-        plan = Plan.of(config, accelerator.layout, len(train_set), options.get("schedule"), sampler)
-        epoch, ids = next(plan.micro_batches(0))
-        batch = next(iter(batches(train_set, [(epoch, ids)], torch.device("cpu"), config)))
+        setup = Setup.of(accelerator, model, optimizer, forward_step, own, eval_set, config, **options)
+        epoch, ids = next(setup.plan.micro_batches(0))
+        batch = next(iter(batches(setup.train_set, [(epoch, ids)], torch.device("cpu"), config)))
     except UsageError as error:
         return {"refused": str(error)}
     names = own.names if isinstance(own, Mixture) else []
@@ -217,10 +206,10 @@ def _column(value: Any, number: int, length: int) -> Tensor | None:
 
 
 def _is_shifted(tokens: Tensor, labels: Tensor) -> bool:
-    """Whether a label is the next token, not the token at its own place."""
+    """Whether each label is the next token; others are tokens, or classes of tokens, at their own places."""
     known = labels != IGNORED
-    own = int((labels == tokens)[known].sum())
-    return int((labels[:-1] == tokens[1:])[known[:-1]].sum()) > own or own == 0
+    is_next = bool((labels[:-1] == tokens[1:])[known[:-1]].all())
+    return is_next and not bool((labels == tokens)[known].all())
 
 
 def _decode(ids: Iterable[int], tokenizer: Any) -> str:

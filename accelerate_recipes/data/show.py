@@ -26,7 +26,7 @@ def show(found: dict[str, Any]) -> None:
         for first, last, number in bars:
             title = f"{first:,}" if first == last else f"{first:,} to {last:,}"
             console.print(f"{title:>16}  {'#' * -(-BAR * number // most):<{BAR}}  {number:,}")
-    if any(run[1] for sample in found["samples"] for part in sample["parts"] for run in part.get("tokens", ())):
+    if has_marks(found):
         legend = Text("\nthe model learns to write what is ")
         console.print(legend.append("«marked»", Style(color="green", bold=True)) if not console.color_system else
                       legend.append("green", Style(color="green", bold=True)))  # fmt: skip
@@ -36,8 +36,13 @@ def show(found: dict[str, Any]) -> None:
             _show_part(console, part)
 
 
+def has_marks(found: dict[str, Any]) -> bool:
+    """Whether a sample has tokens that the model learns to write."""
+    return any(run[1] for sample in found["samples"] for part in sample["parts"] for run in part.get("tokens", ()))
+
+
 def facts(found: dict[str, Any]) -> list[str]:
-    """What a run says of its data, the sizes of the sets, and what a batch holds, a line each."""
+    """Lines about the data of a run, the sizes of the sets, and the contents of a batch."""
     lines = list(found["lines"])
     for name, sizes in found["sizes"].items():
         each = ", ".join(f"{source} {size:,}" if source else f"{size:,}" for source, size in sizes.items())

@@ -46,7 +46,7 @@ def words(edits: Sequence[Edit]) -> Iterator[str]:
 
 
 def as_yaml(value: Any) -> str:
-    """A value as it stands in a file, in one line."""
+    """A value as a file has it, in one line."""
     return yaml.safe_dump(value, default_flow_style=True, width=float("inf")).removesuffix("...\n").strip()
 
 

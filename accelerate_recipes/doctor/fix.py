@@ -14,7 +14,7 @@ from accelerate_recipes.doctor.finding import Finding
 
 
 def path_of_copy(path: Path) -> Path:
-    """Beside the file: c.fixed.yaml for c.yaml. Raises UsageError if it exists."""
+    """The path of the copy beside the file: c.fixed.yaml for c.yaml. Raises UsageError if it exists."""
     copy = path.with_name(f"{path.stem}.fixed{path.suffix}")
     if copy.exists():
         raise UsageError(f"{copy} exists: remove it, or use its name to look at it")

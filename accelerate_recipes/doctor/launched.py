@@ -1,4 +1,4 @@
-"""What `accelerate launch` makes of a config file, without starting a process: variables, or an error."""
+"""The variables or the error that `accelerate launch` makes of a config file, without starting a process."""
 
 import os
 import re
@@ -35,7 +35,8 @@ def launched(config: Path, flags: Sequence[str] = ()) -> dict[str, str]:
         return variables
     sizes = {"WORLD_SIZE": arguments.num_processes, "GROUP_WORLD_SIZE": arguments.num_machines}
     sizes["LOCAL_WORLD_SIZE"] = arguments.num_processes // arguments.num_machines
-    return variables | {name: str(size) for name, size in sizes.items()} | {"RANK": "0", "LOCAL_RANK": "0"}
+    first = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    return variables | {name: str(size) for name, size in sizes.items()} | first
 
 
 def remove_variables() -> None:

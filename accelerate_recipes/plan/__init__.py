@@ -13,7 +13,7 @@ from accelerate_recipes.matrix import PIPELINES
 from accelerate_recipes.paths import check_file, check_number, is_path
 from accelerate_recipes.plan import plot, show
 from accelerate_recipes.plan.ask import Case, alternatives, larger, plans, scale_up
-from accelerate_recipes.plan.facts import NoPlan, Plan
+from accelerate_recipes.plan.facts import Estimate, NoPlan
 from accelerate_recipes.plan.hardware import Gpu
 
 
@@ -65,7 +65,7 @@ def plan(
     one = found[0] if len(found) == 1 else None
     if isinstance(one, NoPlan):
         raise UsageError(show.why_not(one))
-    fitting = [each for each in found if isinstance(each, Plan) and each.fits]
+    fitting = [each for each in found if isinstance(each, Estimate) and each.fits]
     rows = {each.config: scale_up(each, gpu) for each in fitting} if scaling else {}
     near = (larger if one.fits else alternatives)(cases[0], one, script, flags, gpu) if one else []
     if as_json:

@@ -14,7 +14,7 @@ from accelerate_recipes.at_fit import QUESTION, at_fit
 from accelerate_recipes.catalog import find_config, mapping_in
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.plan.clock import grow, num_sent, step_seconds
-from accelerate_recipes.plan.facts import Facts, NoPlan, Plan, Question, Run, Sent, Speed, Step
+from accelerate_recipes.plan.facts import Estimate, Facts, NoPlan, Question, RunFacts, Sent, Speed, StepFacts
 from accelerate_recipes.plan.hardware import Gpu
 from accelerate_recipes.plan.zero import divide
 
@@ -86,13 +86,13 @@ def _sizes(asked: dict[str, Any], settings: Mapping[str, int | str], number: int
     return {f"{prefix}{name}_size": size for name, size in sizes.items() if size != before.get(name, 1)}
 
 
-def plans(script: Path, flags: Sequence[str], cases: Sequence[Case], gpu: Gpu) -> list[Plan | NoPlan]:
+def plans(script: Path, flags: Sequence[str], cases: Sequence[Case], gpu: Gpu) -> list[Estimate | NoPlan]:
     """A plan for each case.
 
     Raises:
         UsageError: the recipe ended before it called `fit`.
     """
-    found: dict[int, Plan | NoPlan] = {}
+    found: dict[int, Estimate | NoPlan] = {}
     for stages in sorted({case.stages for case in cases}):  # a recipe may build another model for a pipeline
         of_stages = [*flags, "--pipeline_stages", str(stages)] if stages > 1 else flags
         numbers = [number for number, case in enumerate(cases) if case.stages == stages]
@@ -106,7 +106,7 @@ def plans(script: Path, flags: Sequence[str], cases: Sequence[Case], gpu: Gpu) -
     return [found[number] for number in range(len(cases))]
 
 
-def _plans(script: Path, flags: Sequence[str], cases: Sequence[Case], gpu: Gpu) -> list[Plan | NoPlan]:
+def _plans(script: Path, flags: Sequence[str], cases: Sequence[Case], gpu: Gpu) -> list[Estimate | NoPlan]:
     """The plans of cases with the same number of stages."""
     with tempfile.TemporaryDirectory() as folder:
         written = [case.write(Path(folder)) for case in cases]
@@ -123,17 +123,17 @@ def _plans(script: Path, flags: Sequence[str], cases: Sequence[Case], gpu: Gpu) 
     return [_plan(of_case, gpu, case.config.stem, sizes) for of_case, case, (_, sizes) in zip(ends, cases, written)]
 
 
-def _plan(ends: list[dict[str, Any]], gpu: Gpu, config: str, settings: dict[str, int]) -> Plan | NoPlan:
+def _plan(ends: list[Facts | NoPlan], gpu: Gpu, config: str, settings: dict[str, int]) -> Estimate | NoPlan:
     """One plan from the answers of the first stage and the last."""
-    if wrong := next((end for end in ends if "run" not in end), None):
-        return replace(NoPlan(**wrong), config=config, settings=settings)
-    facts = [Facts.read(end) for end in ends]
+    if wrong := next((end for end in ends if isinstance(end, NoPlan)), None):
+        return replace(wrong, config=config, settings=settings)
+    facts = [end for end in ends if isinstance(end, Facts)]
     run, steps = facts[0].run, [divide(each.step, each.run) for each in facts]
     largest = max(steps, key=lambda step: step.peak)
     slowest = max(steps, key=lambda step: _seconds_of_step(run, step, gpu, run.num_processes)[0])
     sent, more = num_sent(largest.first, run.per_machine), num_sent(largest.more, run.per_machine)
     step = replace(largest, first=slowest.first, more=slowest.more)
-    return Plan(
+    return Estimate(
         run,
         step,
         _speed(run, step, gpu, run.num_processes),
@@ -146,12 +146,12 @@ def _plan(ends: list[dict[str, Any]], gpu: Gpu, config: str, settings: dict[str,
     )
 
 
-def _peak(run: Run, gpu: Gpu) -> float:
+def _peak(run: RunFacts, gpu: Gpu) -> float:
     """Peak operations per second in the run's precision."""
     return gpu.peak(run.precision != "float32", run.tf32)
 
 
-def _seconds_of_step(run: Run, step: Step, gpu: Gpu, num_processes: int) -> tuple[float, float]:
+def _seconds_of_step(run: RunFacts, step: StepFacts, gpu: Gpu, num_processes: int) -> tuple[float, float]:
     """(time, part of it in which the process waits) with so many processes, each with as many samples as in the run."""
     before, per_machine = run.num_processes, run.per_machine
     if num_processes > before and run.num_machines == 1:
@@ -162,7 +162,7 @@ def _seconds_of_step(run: Run, step: Step, gpu: Gpu, num_processes: int) -> tupl
     return seconds * bubble, waits + seconds * (bubble - 1)
 
 
-def _speed(run: Run, step: Step, gpu: Gpu, num_processes: int) -> Speed:
+def _speed(run: RunFacts, step: StepFacts, gpu: Gpu, num_processes: int) -> Speed:
     """The speed with so many processes, each with as many samples as in the run."""
     seconds, waits = _seconds_of_step(run, step, gpu, num_processes)
     samples = run.batch_size * num_processes / run.num_processes / seconds
@@ -181,7 +181,7 @@ def _speed(run: Run, step: Step, gpu: Gpu, num_processes: int) -> Speed:
     )
 
 
-def scale_up(plan: Plan, gpu: Gpu) -> list[Speed]:
+def scale_up(plan: Estimate, gpu: Gpu) -> list[Speed]:
     """The plan with 1, 4, 16, ... times as many processes, each with as many samples as in the plan. Processes that all
     share the same samples have only one row: there are no gradients to send that would show the way."""
     rows = [plan.speed]
@@ -191,15 +191,12 @@ def scale_up(plan: Plan, gpu: Gpu) -> list[Speed]:
     return rows
 
 
-def alternatives(case: Case, plan: Plan, script: Path, flags: Sequence[str], gpu: Gpu) -> list[tuple[str, Plan]]:
+def alternatives(
+    case: Case, plan: Estimate, script: Path, flags: Sequence[str], gpu: Gpu
+) -> list[tuple[str, Estimate]]:
     """[(what to type, its plan)]: settings near a case that fit the GPU's memory, the first of each kind."""
     own = plan.run.micro_batch_size
-    sizes = [own // 2**power for power in range(1, own.bit_length())]
-    smaller = [
-        (f"--micro_batch_size {size}", replace(case, flags={"micro_batch_size": size}))
-        for size in sizes
-        if own % size == 0
-    ]
+    smaller = _of_sizes(case, [own // 2**power for power in range(1, own.bit_length())], own)
     found = _first_that_fit([smaller, _fsdp2_cases(case, plan.run)], script, flags, gpu)
     flag = "--activation_checkpointing"
     if flag in flags:
@@ -211,19 +208,21 @@ def alternatives(case: Case, plan: Plan, script: Path, flags: Sequence[str], gpu
         return found
 
 
-def larger(case: Case, plan: Plan, script: Path, flags: Sequence[str], gpu: Gpu) -> list[tuple[str, Plan]]:
+def larger(case: Case, plan: Estimate, script: Path, flags: Sequence[str], gpu: Gpu) -> list[tuple[str, Estimate]]:
     """The largest micro-batch that fits, as `alternatives`; empty if the case's own is the largest."""
     run = plan.run
     sizes = [run.micro_batch_size * 2**power for power in range(run.accumulation.bit_length() - 1, 0, -1)]
-    cases = [
-        (f"--micro_batch_size {size}", replace(case, flags={"micro_batch_size": size}))
-        for size in sizes
-        if run.micro_batch_size * run.accumulation % size == 0
-    ]
+    cases = _of_sizes(case, sizes, run.micro_batch_size * run.accumulation)
     return _first_that_fit([cases], script, flags, gpu)
 
 
-def _fsdp2_cases(case: Case, run: Run) -> list[tuple[str, Case]]:
+def _of_sizes(case: Case, sizes: Sequence[int], number: int) -> list[tuple[str, Case]]:
+    """The case with each micro-batch size that divides a number of samples."""
+    divisors = [size for size in sizes if number % size == 0]
+    return [(f"--micro_batch_size {size}", replace(case, flags={"micro_batch_size": size})) for size in divisors]
+
+
+def _fsdp2_cases(case: Case, run: RunFacts) -> list[tuple[str, Case]]:
     """FSDP2 on as many processes as in a run, and on more."""
     name = "fsdp2_bf16" if run.precision == "bf16" else "fsdp2"
     cases = []
@@ -237,10 +236,10 @@ def _fsdp2_cases(case: Case, run: Run) -> list[tuple[str, Case]]:
 
 def _first_that_fit(
     kinds: Sequence[Sequence[tuple[str, Case]]], script: Path, flags: Sequence[str], gpu: Gpu
-) -> list[tuple[str, Plan]]:
+) -> list[tuple[str, Estimate]]:
     """The first of each kind that fits."""
     tries = [(text, replace(case, kind=number)) for number, kind in enumerate(kinds) for text, case in kind]
     found = dict(zip((text for text, _ in tries), plans(script, flags, [case for _, case in tries], gpu)))
-    fitting = {text: plan for text, plan in found.items() if isinstance(plan, Plan) and plan.fits}
+    fitting = {text: plan for text, plan in found.items() if isinstance(plan, Estimate) and plan.fits}
     firsts = [next((text for text, _ in kind if text in fitting), "") for kind in kinds]
     return [(text, fitting[text]) for text in firsts if text]

@@ -5,53 +5,53 @@
 
 import json
 import os
+import pickle
 import sys
 import traceback
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 
 from accelerate_recipes.at_fit import QUESTION
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.doctor import asked
-from accelerate_recipes.plan.facts import Facts, NoPlan, Question, Run
+from accelerate_recipes.plan.facts import Facts, NoPlan, Question, RunFacts
 from accelerate_recipes.plan.hardware import Gpu
 from accelerate_recipes.plan.steps import DryRun, cut_without_values
 
 if TYPE_CHECKING:
-    from accelerate_recipes.common.plan import Plan
+    from accelerate_recipes.common.step.setup import Setup
 
 NOT_ASKED = NoPlan(failed="another of its kind fits")
 
 
-def measure(*arguments: Any, **options: Any) -> list[dict[str, Any]]:
-    """Takes the arguments of `fit`. Answers each Question of the variable, in a process of its own, with Facts or a
-    NoPlan, as JSON."""
+def measure(*arguments: Any, **options: Any) -> list[Facts | NoPlan]:
+    """Takes the arguments of `fit`. Answers each Question of the variable, in a process of its own."""
     told, questions = json.loads(os.environ[QUESTION])
-    gpu, answers, found = Gpu(**told), list[dict[str, Any]](), set[int]()
+    gpu, answers, found = Gpu(**told), list[Facts | NoPlan](), set[int | None]()
     for question in (Question(**each) for each in questions):
-        is_found = question.kind in found
-        answers.append(NOT_ASKED.as_json() if is_found else _answer(question, gpu, arguments, options))
-        steps = [answer.get("step") for answer in answers[-1 - question.last :]]  # of both ends of a pipeline
-        if question.last or question.stages == 1:
-            fits = all(step and not step["zero"] and step["peak"] <= gpu.usable for step in steps)
-            found |= {question.kind} if fits and question.kind is not None else set()
+        is_found = question.kind is not None and question.kind in found
+        answers.append(NOT_ASKED if is_found else _answer(question, gpu, arguments, options))
+        steps = [
+            getattr(answer, "step", None) for answer in answers[-1 - question.last :]
+        ]  # of both ends of a pipeline
+        is_whole = question.last or question.stages == 1
+        if is_whole and all(step and not step.zero and step.peak <= gpu.usable for step in steps):
+            found.add(question.kind)
     return answers
 
 
-def _answer(question: Question, gpu: Gpu, arguments: Any, options: Any) -> dict[str, Any]:
+def _answer(question: Question, gpu: Gpu, arguments: Any, options: Any) -> Facts | NoPlan:
     reader, writer = os.pipe()
     if child := os.fork():  # a dry run changes the model, and pretends to be a process of many
         os.close(writer)
-        with os.fdopen(reader) as stream:
-            text = stream.read()
+        with os.fdopen(reader, "rb") as stream:
+            sent = stream.read()
         os.waitpid(child, 0)
-        return json.loads(text) if text else NoPlan(failed="its process ended early").as_json()
+        return pickle.loads(sent) if sent else NoPlan(failed="its process ended early")
     try:
-        answer = _measure(question, gpu, *arguments, **options)
+        answer: Facts | NoPlan = _measure(question, gpu, *arguments, **options)
     except DynamicOutputShapeException:
         answer = NoPlan(failed="its shapes depend on values, as with images or experts")
     except UsageError as error:
@@ -59,46 +59,30 @@ def _answer(question: Question, gpu: Gpu, arguments: Any, options: Any) -> dict[
     except BaseException as error:  # what a recipe or torch raises on tensors without data
         traceback.print_exc(file=sys.stderr)
         answer = NoPlan(failed=f"{type(error).__name__}: {error}".splitlines()[0])
-    with os.fdopen(writer, "w") as stream:
-        stream.write(json.dumps(answer.as_json() if isinstance(answer, NoPlan) else asdict(answer)))
+    with os.fdopen(writer, "wb") as stream:
+        stream.write(pickle.dumps(answer))
     os._exit(0)
 
 
-def _measure(
-    question: Question,
-    gpu: Gpu,
-    accelerator: Any,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    forward_step: Any,
-    train_set: Any,
-    eval_set: Any,
-    config: Any,
-    **options: Any,
-) -> Facts | NoPlan:
+def _measure(question: Question, gpu: Gpu, *arguments: Any, **options: Any) -> Facts | NoPlan:
     from accelerate_recipes.common.check.reference import why_not_checked
-    from accelerate_recipes.common.data.mixture import by_source
-    from accelerate_recipes.common.data.sets import check_datasets
     from accelerate_recipes.common.environment import Environment
     from accelerate_recipes.common.parallel.pipeline import PIPELINE
     from accelerate_recipes.common.parallel.strategies import layout_of, with_plans
-    from accelerate_recipes.common.plan import Plan
-    from accelerate_recipes.common.step.setup import Setup
 
+    *given, config = arguments
     config = replace(config, **question.flags)
-    os.environ[QUESTION] = json.dumps([question.config, True, [], False])  # that of the doctor
-    told = asked.refusals(accelerator, model, optimizer, forward_step, train_set, eval_set, config, **options)
+    setup = asked.of_any_size(*given, config, **options)
+    told = asked.refusals_of(setup, config, question.config, True, [], False)
     if lines := [*map(str, told["refusals"]), *told["of_the_launcher"]]:
         return NoPlan(refused=lines)
     check_steps = config.check_steps
     config = replace(config, pipeline_stages=question.stages, check_steps=0, compile=False)
     layout = replace(layout_of(Environment.read(), config), device="cpu")
-    forward_step, sampler = by_source(train_set, eval_set, forward_step, options.get("sampler"))
-    train_set, _ = check_datasets(train_set, eval_set, options.get("collate_fn"))
-    plan = Plan.of(config, layout, len(train_set), options.get("schedule"), sampler)
-    why_not = why_not_checked(layout.precision, sum(weight.nbytes for weight in model.parameters()), gpu.usable)
-    run, offloads = _run(plan, check_steps, why_not, options), layout.environment.is_true("fsdp_offload_params")
-    setup = Setup(accelerator, model, optimizer, forward_step, plan, options.get("batch_loss"), train_set)
+    setup = replace(setup, plan=setup.plan.under(config, layout))
+    num_bytes = sum(weight.nbytes for weight in setup.model.parameters())
+    why_not = why_not_checked(layout.precision, num_bytes, gpu.usable)
+    run, offloads = _run(setup, check_steps, why_not), layout.environment.is_true("fsdp_offload_params")
     if layout.pp > 1:
         setup = replace(setup, plans={PIPELINE.name: cut_without_values(setup, gpu)})
     step = DryRun(with_plans(setup), gpu, question.last).measure()
@@ -108,14 +92,15 @@ def _measure(
     return Facts(run, step)
 
 
-def _run(plan: "Plan", check_steps: int, why_not_checked: str | None, options: dict[str, Any]) -> Run:
+def _run(setup: "Setup", check_steps: int, why_not_checked: str | None) -> RunFacts:
     from accelerate_recipes.common.check.reference_run import MAX_SECONDS
     from accelerate_recipes.common.parallel.schedules import cost
 
+    plan, options = setup.plan, setup.options
     config, layout, last = plan.config, plan.layout, plan.num_steps - 1
     waits = cost(config.pipeline_schedule, layout.pp, plan.accumulation)
     steps = sorted({0, min(config.warmup_steps, last), last // 2, last})  # they show a schedule
-    return Run(
+    return RunFacts(
         layout=str(layout),
         num_processes=layout.num_processes,
         num_machines=layout.environment.num_machines,

@@ -49,7 +49,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunFacts:
     """The arithmetic of a run.
 
     Attributes:
@@ -112,7 +112,7 @@ class Zero:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepFacts:
     """What a process holds, in bytes, and does in a step.
 
     Attributes:
@@ -148,19 +148,8 @@ class Step:
 class Facts:
     """What a dry run finds."""
 
-    run: Run
-    step: Step
-
-    @classmethod
-    def read(cls, told: dict[str, Any]) -> "Facts":
-        """The facts from their JSON."""
-        step = told["step"]
-        for name in ("first", "more"):
-            step[name] = [
-                event if isinstance(event, float) else Collective(*event)._replace(group=Group(*event[2]))
-                for event in step[name]
-            ]
-        return cls(Run(**told["run"]), Step(**step | {"zero": step["zero"] and Zero(**step["zero"])}))
+    run: RunFacts
+    step: StepFacts
 
 
 @dataclass(frozen=True)
@@ -170,7 +159,7 @@ class NoPlan:
     Attributes:
         refused: the lines with which the run would end.
         failed: why there was no dry run.
-        config, settings: as in Plan.
+        config, settings: as in Estimate.
     """
 
     refused: list[str] | None = None
@@ -214,7 +203,7 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Estimate:
     """What a run will take.
 
     Attributes:
@@ -226,8 +215,8 @@ class Plan:
         settings: {key of the config: size}, changed by the number of processes.
     """
 
-    run: Run
-    step: Step
+    run: RunFacts
+    step: StepFacts
     speed: Speed
     sent: Sent
     fits: bool

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from accelerate_recipes.console import print_table
-from accelerate_recipes.plan.facts import NoPlan, Plan, Speed
+from accelerate_recipes.plan.facts import Estimate, NoPlan, Speed
 from accelerate_recipes.plan.hardware import Gpu
 
 
@@ -15,7 +15,7 @@ def why_not(answer: NoPlan) -> str:
     return f"no dry run of this recipe under {answer.config}: {answer.failed}"
 
 
-def show_one(plan: Plan, gpu: Gpu) -> None:
+def show_one(plan: Estimate, gpu: Gpu) -> None:
     """Prints all about a plan."""
     run, step, speed = plan.run, plan.step, plan.speed
     tokens = f", {per_gpu:,.4g} tokens/s per GPU" if (per_gpu := speed.tokens_per_second_per_gpu) else ""
@@ -52,7 +52,7 @@ def show_one(plan: Plan, gpu: Gpu) -> None:
             print(f"{name:<14}{value}")
 
 
-def show_fitting(near: Sequence[tuple[str, Plan]], name: str) -> None:
+def show_fitting(near: Sequence[tuple[str, Estimate]], name: str) -> None:
     """Prints what to type instead of a plan that does not fit, or that accumulates more than it must."""
     advice = "; or ".join(
         f"{text} ({in_bytes(plan.step.peak)}, {_seconds(plan.speed.seconds)} a step)" for text, plan in near
@@ -60,7 +60,7 @@ def show_fitting(near: Sequence[tuple[str, Plan]], name: str) -> None:
     print(f"{name:<14}{advice or 'nothing that was tried: use more GPUs, or a smaller model'}")
 
 
-def show_several(plans: Sequence[Plan | NoPlan]) -> None:
+def show_several(plans: Sequence[Estimate | NoPlan]) -> None:
     """Prints a row for each plan, and a line for each config without one."""
     print_table(
         ("config", "layout", "peak", "fits", "step", "waits", "samples/s", "MFU", "time", "GPU hours"),
@@ -76,7 +76,7 @@ def show_several(plans: Sequence[Plan | NoPlan]) -> None:
                 f"{plan.speed.gpu_hours:,.3g}",
             )
             for plan in plans
-            if isinstance(plan, Plan)
+            if isinstance(plan, Estimate)
         ],
     )
     for plan in plans:
@@ -110,7 +110,7 @@ def show_cheapest(rows: Sequence[tuple[str, Speed]], hours: float | None) -> Non
     """Names the row with the fewest GPU hours of those that end in time."""
     in_time = [(config, row) for config, row in rows if hours is None or row.hours <= hours]
     if not in_time:
-        print(f"\nnothing here ends in {hours:g} hours: use --scaling, or another --hours")
+        print(f"\nnothing here finishes in {hours:g} hours: use --scaling, or another --hours")
         return
     config, row = min(in_time, key=lambda pair: (pair[1].gpu_hours, pair[1].hours))
     limit = "" if hours is None else f" that ends in {hours:g} hours"
@@ -128,7 +128,7 @@ def _speed(row: Speed) -> tuple[str, str, str]:
     return _seconds(row.seconds), f"{row.waits / row.seconds:.0%}", f"{row.samples_per_second:,.4g}"
 
 
-def _check(plan: Plan) -> str:
+def _check(plan: Estimate) -> str:
     """Whether one process repeats them (docs/check.md)."""
     run = plan.run
     if not run.check_steps:
@@ -141,7 +141,7 @@ def _check(plan: Plan) -> str:
     return f"{run.check_steps} checked against one process, in about {_seconds(plan.check_seconds)}"
 
 
-def _checkpoints(plan: Plan) -> str:
+def _checkpoints(plan: Estimate) -> str:
     run, size = plan.run, in_bytes(plan.step.saved)
     if not run.save_every:
         return f"none: use --save_every; each would have {size}"

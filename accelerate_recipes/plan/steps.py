@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accelerate_recipes.doctor.launched import remove_variables
-from accelerate_recipes.plan.facts import Step, Zero
+from accelerate_recipes.plan.facts import StepFacts, Zero
 from accelerate_recipes.plan.fakes import make_fake, processes
 from accelerate_recipes.plan.hardware import Gpu
 from accelerate_recipes.plan.tracker import Tracker
@@ -38,7 +38,7 @@ class DryRun:
     gpu: Gpu
     last: bool
 
-    def measure(self) -> Step:
+    def measure(self) -> StepFacts:
         """What a process holds and does.
 
         Under DeepSpeed, whose own code does not run on such tensors, for the undivided model in one process, with what
@@ -89,7 +89,9 @@ class DryRun:
             return plan.accumulation, plan.accumulation
         return shortest(plan.config.pipeline_schedule, plan.layout.pp, plan.accumulation)
 
-    def _run_steps(self, setup: "Setup", mode: FakeTensorMode, tracker: Tracker, batches: list[dict[str, Any]]) -> Step:
+    def _run_steps(
+        self, setup: "Setup", mode: FakeTensorMode, tracker: Tracker, batches: list[dict[str, Any]]
+    ) -> StepFacts:
         from accelerate_recipes.common.parallel.strategies import prepare
         from accelerate_recipes.common.weights.shards import local
 
@@ -117,7 +119,7 @@ class DryRun:
             forward = values[1] - before
         slots = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
         slots_per_weight = sum(slot.nbytes for slot in slots) / sum(weight.nbytes for weight in trained)
-        return Step(
+        return StepFacts(
             zero=None,
             weights=held,
             gradients=max(gradients),

@@ -5,14 +5,14 @@ Source: Rajbhandari et al. 2020 for the shares; the buffers as benchmarks/memory
 
 from dataclasses import replace
 
-from accelerate_recipes.plan.facts import Collective, Event, Group, Run, Step
+from accelerate_recipes.plan.facts import Collective, Event, Group, RunFacts, StepFacts
 
 BUCKET = 50_000_000  # values; see configure() in common/parallel/deepspeed.py
 LIVE = 1_000_000_000  # values that ZeRO-3 gathers at most: DeepSpeed's stage3_max_live_parameters
 PARTS = 16  # in which ZeRO-3's gathers are spread over a step, for its time
 
 
-def divide(one: Step, run: Run) -> Step:
+def divide(one: StepFacts, run: RunFacts) -> StepFacts:
     """The step of one of all processes.
 
     Args:

@@ -110,7 +110,7 @@ def _send(output_dir: Path, card: dict[str, Any], name: str) -> str:
     if not sys.stderr.isatty():
         disable_progress_bars()
     default = get_session()
-    # By default it waits for ever.
+    # By default it waits forever.
     set_client_factory(lambda: type(default)(event_hooks=default.event_hooks, follow_redirects=True, timeout=TIMEOUT_S))
     repository = HfApi().create_repo(name, private=True, exist_ok=True)
     write_model_card(output_dir, card, repository.repo_id)

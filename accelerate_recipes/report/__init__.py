@@ -4,9 +4,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.common.files import replace_file
 from accelerate_recipes.console import print_json
-from accelerate_recipes.paths import check_new_file
+from accelerate_recipes.paths import check_new_file, write_file
 from accelerate_recipes.report import summary
 from accelerate_recipes.report.runs import read_runs
 
@@ -28,10 +27,7 @@ def write(runs: list[Path], output: Path, as_json: bool) -> None:
 
     check_new_file(output, "--output")
     found = read_runs(runs)
-    try:
-        replace_file(output, page(found).encode(errors="replace"))
-    except OSError as error:
-        raise UsageError(f"{output} cannot be written ({error.strerror}): use another path") from None
+    write_file(output, page(found))
     if as_json:
         print_json({"files": [str(output)], **summary.as_json(found)})
     else:

@@ -181,7 +181,7 @@ class Run:
 def _end(number: int, attempt: dict[str, Any], last_step: int | None) -> list[Event]:
     status, error = attempt.get("status"), str(attempt.get("error") or "")
     if status == "running" and last_step is None:
-        return [Event("failed", number, None, "ended without a word: killed, or the machine went down")]
+        return [Event("failed", number, None, "ended without a record: killed, or the machine went down")]
     if status not in ("stopped", "failed"):
         return []
     says_step = {"3": r"step (\d+)", "75": r"step_(\d+) is saved"}.get(str(attempt.get("exit_code")))

@@ -30,6 +30,7 @@ def run(
     output: Path | None,
     accelerate: bool,
     as_json: bool,
+    splits: bool = False,
 ) -> int:
     """Verifies a script, prints the table and writes the certificate.
 
@@ -41,6 +42,7 @@ def run(
         output: the folder of the certificate; None: verified/<script>.
         accelerate: watch a script on plain Accelerate from outside.
         as_json: print the certificate as JSON instead of the table.
+        splits: with `accelerate`, loaders divide each batch.
 
     Returns:
         the exit code: 0 if all runs that are supported are the same, otherwise 1.
@@ -52,7 +54,7 @@ def run(
     if accelerate:
         from accelerate_recipes.verify.watch import verify_watched
 
-        return verify_watched(script, flags, steps, output, as_json)
+        return verify_watched(script, flags, steps, output, as_json, splits)
     check_file(script, "", "use the path of a recipe")
     folder = output or Path("verified") / script.stem
     chosen, table = chosen_configs(configs), Table(sys.stderr if as_json else sys.stdout)
@@ -70,7 +72,7 @@ def chosen_configs(names: list[str] | None) -> list[Path]:
         paths = [find_config(name) for name in names]
         for path in paths:
             if not is_count(mapping_in(path).get("num_processes")):
-                raise UsageError(f"{path} has no num_processes above 0, which verify needs: use it into the file")
+                raise UsageError(f"{path} has no num_processes above 0, which verify needs: add it to the file")
         return paths
     return [find_config(name) for name in CONFIGS]
 

@@ -138,20 +138,26 @@ def _causes_in_the_loader(run: Trace, reference: Trace, difference: Difference) 
         yield "the loader has a DistributedSampler, and prepare divides its samples again: leave out the sampler"
     ids, expected = (each.values.get((at, "samples"), []) for each in (run, reference))
     first, expected_first = (each.values.get((1, "samples"), []) for each in (run, reference))
-    if at > 1 and len(first) == len(expected_first) and len(ids) > len(expected):
+    if len(ids) > len(expected) and (set(ids) == set(expected) or (at > 1 and len(first) == len(expected_first))):
         yield (
             f"step {at} takes {len(ids)} samples under DDP and {len(expected)} in one process: prepare fills up the "
             "last batch of an epoch with other samples (even_batches): set drop_last=True in the loader"
+            f"{', and a batch no larger than the data' * (at == 1)}"
         )
     if len(ids) != len(expected):
         yield (
             f"a step takes {len(ids)} samples under DDP and {len(expected)} in one process: divide the batch size of "
-            "the loader by accelerator.num_processes"
+            "the loader by accelerator.num_processes, or give Accelerator "
+            "dataloader_config=DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True); --split_batches "
+            "sets both, to show what lies behind"
         )
     if facts["repeats_an_epoch"] and not reference.facts["repeats_an_epoch"]:
         yield "under DDP each epoch has the same order: call set_epoch on the sampler or loader before each epoch"
     if ids != expected:
-        yield "steps take other samples than in one process: seed the shuffling in a generator of its own"
+        yield (
+            "steps take other samples than in one process: seed the shuffling in a generator of its own, or by "
+            "DataLoaderConfiguration(use_seedable_sampler=True), as --split_batches does"
+        )
     rates = [(step, "learning_rate") for step in range(1, at + 1)]
     if any(run.values.get(rate) != reference.values.get(rate) for rate in rates):
         yield (
@@ -167,6 +173,11 @@ def _causes_in_the_step(run: Trace) -> Iterator[str]:
         yield (
             f"the processes have different weights after step {step}: gradients are not averaged in each step (local "
             "steps, no_sync, a backward pass beside the prepared model)"
+        )
+    if source := facts["data_draw"]:
+        yield (
+            f"the dataset or its collate_fn draws random numbers (from {source}), other ones in each process: only the "
+            "ids of the samples agree; make the numbers a function of the sample's id, or draw none, to compare"
         )
     if facts["comm_hook"] or facts["hooked"]:
         yield "a hook changes gradients in each process before or while they are averaged: remove it to compare"
@@ -188,6 +199,12 @@ def cause_of_other_repetition(again: Trace, single: Trace) -> str:
     """Why one process does not repeat itself."""
     if any(again.values.get(key) != single.values.get(key) for key in single.values if key[1] == "samples"):
         return "one process takes other samples when it runs again: seed the shuffling, with set_seed at the start"
+    if "own" in (single.facts["data_draw"] or ""):
+        return (
+            "one process has other losses when it runs again on samples with the same ids: the dataset or its "
+            "collate_fn draws from a generator of its own (as numpy's default_rng, albumentations), which set_seed "
+            "does not reach: seed it by the sample's id"
+        )
     return (
         "one process has other losses when it runs again on the same samples: call set_seed before the model is "
         "built; weights, dropout and noise are drawn"

@@ -122,8 +122,9 @@ def run(script: Path, flags: list[str], checkpoint: Path, configs: list[str] | N
 
 def _opened(checkpoint: Path) -> dict[str, Any]:
     """The manifest of a checkpoint. Raises UsageError if there is none."""
-    around = (checkpoint, checkpoint.absolute().parent, checkpoint.absolute().parent.parent)
-    near = [path for folder in around for _, path in checkpoints(folder) if path.absolute() != checkpoint.absolute()]
+    whole = checkpoint.absolute()
+    around = [folder for folder in (checkpoint, whole.parent, whole.parent.parent) if (folder / "checkpoints").is_dir()]
+    near = [path for folder in around for _, path in checkpoints(folder) if path.absolute() != whole]
     advice = f"use {near[-1]}" if near else "use the folder of one, such as outputs/mnist/checkpoints/step_00000100"
     if not checkpoint.is_dir():
         raise UsageError(f"--checkpoint {checkpoint}: no such folder; {advice}")

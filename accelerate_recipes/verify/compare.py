@@ -74,7 +74,7 @@ class Difference:
         """Sums up the gaps of a run."""
         evaluated = {gap.name for gap in gaps if gap.name.startswith("eval/")} or {"gathered"}
         wrong = [gap for gap in gaps if not gap.is_same]
-        # What differs in these alone has words of its own.
+        # A difference in only these has its own words.
         steps = [gap.step for gap in wrong if gap.step is not None and gap.name not in ("grad_norm", "gathered")]
 
         def largest(*names: str) -> float | None:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,11 +23,18 @@ from accelerate_recipes.verify.trace import Tensors, Trace
 WATCHED = Path(__file__).with_name("watched.py")
 # The last line of a traceback, perhaps behind torchrun's prefix: not a line of code that names an error.
 _ERROR = re.compile(
-    r"^(?:\[\w+\]:\s)?((?:\w+\.)*\w*(?:Error|Exception|Exit)\b(?!.*(?:ChildFailed|CalledProcess)).*)", re.M
+    r"^(?!.*(?:ChildFailed|CalledProcess))(?:\[\w+\]:\s)?((?:\w+\.)*\w*(?:Error|Exception|Exit)\b.*|\S+: error: .*)",
+    re.M,
 )
 
 
-def verify_watched(script: Path, flags: list[str], steps: int, output: Path | None, as_json: bool) -> int:
+class FailedError(UsageError):
+    """A script that fails after the compared steps."""
+
+
+def verify_watched(
+    script: Path, flags: list[str], steps: int, output: Path | None, as_json: bool, splits: bool = False
+) -> int:
     """Runs the script on one process and under DDP, compares them and writes the certificate; returns the exit code.
 
     If they differ, one process runs twice more, once with weights that start one rounding error away: what differs no
@@ -34,25 +42,26 @@ def verify_watched(script: Path, flags: list[str], steps: int, output: Path | No
 
     Args:
         script: its path, or the name of a module.
-        flags, steps, output, as_json: those of the command.
+        flags, steps, output, as_json, splits: those of the command.
 
     Raises:
-        UsageError: no such script, or it takes no steps.
+        UsageError: no such script, or it takes no steps, or fails in one process.
     """
     file, table = _file_of(script), Table(sys.stderr if as_json else sys.stdout)
     table.begin(["single, 2 accumulated", "ddp (MULTI_CPU)"])
     with TemporaryDirectory(prefix="verify_") as scratch:
 
         def watched(name: str, config: str, *how: str) -> Trace:
-            return watch(script, flags, steps, config, Path(scratch) / name, *how)
+            return watch(script, flags, steps, config, Path(scratch) / name, " ".join((*how, "split" * splits)))
 
-        single, ddp = watched("single", "single"), watched("ddp", "ddp")
+        single = watched("single", "single")
         table.add(Row(f"single ({single.facts['distributed_type']})", 1, note="the reference"))
         if single.facts["by_trainer"]:  # it keeps the global batch, however it is divided
             accumulated = compare(watched("in_2", "single", "accumulated"), single)
             table.add(Row("single, 2 accumulated", 1, difference=accumulated))
-        difference, cause = compare(ddp, single), None
-        if not difference.is_same:
+        ddp, cause = _watched_or_failed(watched, table), None
+        difference = None if ddp is None else compare(ddp, single)
+        if ddp is not None and difference is not None and not difference.is_same:
             again = watched("again", "single")
             repeated = compare(again, single)
             table.add(Row("single, again", 1, difference=repeated))
@@ -61,11 +70,21 @@ def verify_watched(script: Path, flags: list[str], steps: int, output: Path | No
                 cause = cause_of_other_repetition(again, single)
             elif not difference.is_same:
                 cause = likely_cause_of_script(ddp, single, difference)
-        name = f"ddp ({ddp.facts['distributed_type']})"
-        table.add(Row(name, ddp.facts["processes"], difference=difference))
+        if ddp is not None:
+            name = f"ddp ({ddp.facts['distributed_type']})"
+            table.add(Row(name, ddp.facts["processes"], difference=difference))
     folder, num_steps = output or Path("verified") / script.stem, max(step for step, _ in single.values)
     write(folder, file, flags, num_steps, table.rows, cause, as_json)
     return int(any(row.is_bad for row in table.rows))
+
+
+def _watched_or_failed(watched: Callable[[str, str], Trace], table: Table) -> Trace | None:
+    """What the script did under DDP; None if it failed, which becomes a row."""
+    try:
+        return watched("ddp", "ddp")
+    except FailedError as error:
+        table.add(Row("ddp", None, failure=str(error)))
+        return None
 
 
 def _file_of(script: Path) -> Path:
@@ -83,7 +102,8 @@ def _file_of(script: Path) -> Path:
 
 
 def watch(script: Path, flags: list[str], steps: int, config: str, folder: Path, how: str = "as it is") -> Trace:
-    """Runs a script under a config, and returns what its processes did. Raises UsageError if it takes no step."""
+    """Runs a script under a config, and returns what its processes did. Raises UsageError if it fails or takes no
+    step."""
     folder.mkdir()
     command = [*LAUNCH, "--config_file", str(find_config(config)), str(WATCHED), str(folder), str(steps), how]
     # Without a GPU, Accelerate would run each process of the config alone.
@@ -92,9 +112,13 @@ def watch(script: Path, flags: list[str], steps: int, config: str, folder: Path,
     command += [str(script), *flags]
     run = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", errors="replace")
     processes = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("process_*.json"))]
-    if not processes or not all(process["steps"] for process in processes):
+    took_steps = bool(processes) and all(process["steps"] for process in processes)
+    if run.returncode or not took_steps:
         found = _ERROR.search(run.stderr) or _ERROR.search(run.stdout)
-        reason = found[1] if found else "it takes no step with an optimizer that Accelerate prepared"
+        reason = "it takes no step with an optimizer that Accelerate prepared"
+        reason = found[1] if found else f"it ends with exit code {run.returncode}" if took_steps else reason
+        if took_steps:
+            raise FailedError(f"{script} fails under {config}.yaml, after the compared steps: {reason}")
         raise UsageError(f"{script} cannot be watched under {config}.yaml: {reason}")
     return _trace(processes, folder)
 

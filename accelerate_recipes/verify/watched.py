@@ -19,9 +19,11 @@ from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DDPCommunicationHookType
 from torch.utils.data import DistributedSampler
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from accelerate_recipes.common.check.reference import perturb
+from accelerate_recipes.common.seeds import generator_states, restore_generators
 
 ARGUMENTS = "transformers.training_args"
 MOST_WAIT_S = 60  # for a process that does not end
@@ -34,10 +36,11 @@ class Watcher:
         folder: for the records of each process, and the weights of the first one.
         num_steps: the script takes so many optimizer steps, and then one evaluation.
         moves: whether the weights start one rounding error away.
+        splits: whether loaders divide each batch, in an order that a seed gives (`--split_batches`).
     """
 
-    def __init__(self, folder: Path, num_steps: int, moves: bool):
-        self.folder, self.num_steps, self.moves = folder, num_steps, moves
+    def __init__(self, folder: Path, num_steps: int, moves: bool, splits: bool):
+        self.folder, self.num_steps, self.moves, self.splits = folder, num_steps, moves, splits
         self.facts: dict[str, Any] = {"draws": False, "divided_twice": False, "gathered": 0, "by_trainer": False}
         self.steps: list[dict[str, Any]] = []
         self.micro_batches: list[dict[str, Any]] = []
@@ -50,8 +53,10 @@ class Watcher:
         self.is_inside = False  # a prepared loader, which reads ahead from a loader of torch
         self.is_over = False  # all steps are taken
         self.is_gathering = False
+        self.fills: list[int] = []  # rows of each gathered tensor that fill up a last batch
         self.newest_loader: Any = None  # the prepared one that gave the last batch
         self.training_loaders: list[Any] = []
+        self.first_ids: list[int] = []  # of the first batch for training
         self.states: list[Any] = []  # of the generators, when a loader gave the last batch
         self.read: list[tuple[Any, dict[str, Any]]] = []  # (loader, batch) since the last step
         self.prepared: list[Any] = []  # what `prepare` returned
@@ -67,6 +72,7 @@ class Watcher:
             (Accelerator, "save_state", self._save),
             (Accelerator, "save_model", self._save),
             (Accelerator, "save", self._save),
+            (torch.Tensor, "__getitem__", self._cut),
             (AcceleratedOptimizer, "step", self._step),
             (DataLoaderShard, "__iter__", self._iterate),
             (DataLoaderDispatcher, "__iter__", self._iterate),
@@ -75,6 +81,8 @@ class Watcher:
             (_BaseDataLoaderIter, "__next__", self._next),
         ):
             setattr(target, name, _bound(wrapper, getattr(target, name)))
+        for kind in (DataLoaderShard, DataLoaderDispatcher):
+            kind.dataset = property(self._dataset)
 
     def keep_global_batch(self, arguments: Any, parts: int) -> None:
         """Lets the processes of a Trainer of transformers, or TRL's, share the batch of one, in so many micro-batches
@@ -115,6 +123,7 @@ class Watcher:
 
             tensors = {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
             save_file({name: value.contiguous() for name, value in tensors.items()}, self.folder / "model.safetensors")
+        self.facts["data_draw"] = _drawn_by(self.training_loaders[0], self.first_ids) if self.first_ids else None
         content = self.facts | {"steps": self.steps}
         (self.folder / f"process_{rank}.json").write_text(json.dumps(content), encoding="utf-8")
 
@@ -131,6 +140,8 @@ class Watcher:
         self.facts["comm_hook"] = getattr(handler, "comm_hook", None) not in (None, DDPCommunicationHookType.NO)
         self.facts["distributed_type"] = accelerator.distributed_type.name
         self.facts["num_processes"] = accelerator.num_processes
+        if self.splits:
+            accelerator.dataloader_config.split_batches = accelerator.dataloader_config.use_seedable_sampler = True
         prepared = original(accelerator, *objects, **options)
         # To the end of the process: DDP's reducer, freed after the process group, waits for gloo's thread and keeps
         # Python's lock, for which that thread may wait (torch 2.13).
@@ -145,6 +156,7 @@ class Watcher:
         self.facts["draws"] |= bool(self.states) and self.states != _generator_states()
         if self.newest_loader is not None and self.newest_loader not in self.training_loaders:
             self.training_loaders.append(self.newest_loader)
+            self.first_ids = self.first_ids or self.batch.get("ids") or []
         read = [batch for loader, batch in self.read if loader is self.newest_loader]
         place = len(self.micro_batches)
         # A Trainer reads all micro-batches of a step first, and each gives its part of the loss.
@@ -189,8 +201,30 @@ class Watcher:
         self.is_gathering = not outermost
         is_evaluation = self.newest_loader is not None and self.newest_loader not in self.training_loaders
         if is_evaluation and self.training_loaders and outermost:  # Trainer gathers numbers before its first step
-            self.facts["gathered"] += sum(len(tensor) for tensor in _tensors(result) if tensor.ndim)
+            rows = [len(tensor) for tensor in _tensors(result) if tensor.ndim]
+            self.facts["gathered"] += sum(rows)
+            state = accelerator.gradient_state
+            if state.end_of_dataloader and state.remainder > 0:
+                self.fills += [number - state.remainder for number in rows if number > state.remainder]
         return result
+
+    def _cut(self, original: Callable[..., Any], tensor: torch.Tensor, key: Any) -> Any:
+        """Leaves out of the count what the script itself cuts off: the rows that fill up a last batch."""
+        result = original(tensor, key)
+        is_slice = self.fills and isinstance(key[0] if isinstance(key, tuple) and key else key, slice)
+        if is_slice and (number := len(tensor) - len(result)) in self.fills:
+            self.fills.remove(number)
+            self.facts["gathered"] -= number
+        return result
+
+    def _dataset(self, loader: Any) -> Any:
+        """A script that asks a loader for its dataset at the end of an evaluation cuts off, by its length, what fills
+        up the last batch: maybe from arrays or texts, which nobody here sees."""
+        caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+        if self.fills and loader not in self.training_loaders and caller not in ("torch", "accelerate"):
+            self.facts["gathered"] -= sum(self.fills)
+            self.fills = []
+        return loader.base_dataloader.dataset
 
     def _save(self, original: Callable[..., Any], accelerator: Accelerator, *arguments: Any, **options: Any) -> None:
         """A look at a script does not write into its folders."""
@@ -269,6 +303,32 @@ def _generator_states() -> list[Any]:
     return [hash(torch.get_rng_state().numpy().tobytes()), hash(repr(random.getstate())), *devices]
 
 
+def _drawn_by(loader: Any, ids: list[int]) -> str | None:
+    """The generator that the dataset of a loader, or its collate_fn, draws from: samples are read twice, and once more
+    with the state of the first time. None if it draws from none, or cannot be read by ids."""
+    cpu = torch.device("cpu")
+    try:
+        fetch = _MapDatasetFetcher(loader.dataset, True, loader.collate_fn, False).fetch
+        with restore_generators(cpu):
+            before = generator_states(cpu)
+            first = fetch(ids)
+            after = generator_states(cpu)
+        with restore_generators(cpu):
+            if not _equal(first, fetch(ids)):
+                return "a generator of its own"
+    except Exception:  # a look must not end the script
+        return None
+    return None if after == before else "the generators that set_seed seeds"
+
+
+def _equal(value: Any, other: Any) -> bool:
+    """Whether two batches hold the same."""
+    tensors, others = _tensors(value), _tensors(other)
+    if not tensors:
+        return bool(value == other)
+    return len(tensors) == len(others) and all(map(torch.equal, tensors, others))
+
+
 class _Imported(MetaPathFinder):
     """Calls `then` with a module as soon as something imports it.
 
@@ -290,7 +350,7 @@ class _Imported(MetaPathFinder):
 
 
 def _main(folder: str, num_steps: str, how: str, script: str, *flags: str) -> None:
-    watcher = Watcher(Path(folder), int(num_steps), "moved" in how)
+    watcher = Watcher(Path(folder), int(num_steps), "moved" in how, "split" in how)
     watcher.install()
     parts = 2 if "accumulated" in how else 1
     sys.meta_path.insert(

@@ -227,7 +227,7 @@ def recomputed_from_a_wrong_input(parts: Parts) -> None:
     TTRACE,
     "context parallelism: the scale of the loss",
     "sequence_parallel",
-    cause="by a number of its own, as of tokens, micro-batches or processes",
+    cause="by its own number of tokens, micro-batches or processes",
 )
 def loss_of_a_slice_scaled(parts: Parts) -> None:
     """The share of a process in the loss of a sample has the number of processes that share it as a factor."""
@@ -241,7 +241,7 @@ def loss_of_a_slice_scaled(parts: Parts) -> None:
     Group.total = wrong  # type: ignore[method-assign]
 
 
-@fault(TTRACE, "data parallelism: the scale of the loss", "ddp", cause="by a number of its own, as of tokens")
+@fault(TTRACE, "data parallelism: the scale of the loss", "ddp", cause="by its own number of tokens")
 def mean_of_each_process(parts: Parts) -> None:
     """Each process divides by the number of its own tokens, and not by that of all."""
 

@@ -54,7 +54,7 @@ def wrapper_left_out(parts: Parts) -> None:
     parts.forward_step = lambda model, batch, step: {"loss": module(batch["tokens"], batch["labels"])}
 
 
-@fault(TRAINCHECK, "x.com/jxmnop 1778520637193240892", "ddp", cause="a gradient beside forward_step")
+@fault(TRAINCHECK, "x.com/jxmnop 1778520637193240892", "ddp", cause="a gradient outside forward_step")
 def wrapper_left_out_late(parts: Parts) -> None:
     """The same from step 6 on."""
     module, own = parts.model, parts.forward_step

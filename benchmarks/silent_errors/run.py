@@ -44,6 +44,8 @@ USUAL = re.compile(r"step \d+/|done in|\d[\d,]* (training samples|process)|check
 ALARMS = re.compile(
     "no (weight|step) has moved|is zero in each record|no layer computes in 16 bits|random numbers in evaluation, too"
 )
+# What the columns "planted under" and "found" say already.
+PREFIX = re.compile(r"error: (.* does not give the result of one process: in step \d+, )?")
 TITLES = {
     TRAINCHECK: "Errors of TrainCheck",
     TTRACE: "Errors of TTrace's kinds",
@@ -161,7 +163,7 @@ def compared(fault: Fault, run: Run, folder: Path) -> str:
 
 
 def row(fault: Fault, outcome: Outcome) -> str:
-    line = textwrap.shorten(outcome.text.replace("|", "\\|"), 300, placeholder=" …")
+    line = textwrap.shorten(PREFIX.sub("", outcome.text).replace("|", "\\|"), 160, placeholder=" …")
     columns = [
         f"{fault.what} `{fault.name}`",
         fault.source,

@@ -28,7 +28,7 @@ class Changes:
     Attributes:
         names: of variables, attributes and tensors that the recipe's functions refer to, and of numbers of layers.
         generators: of random numbers that these functions draw from, beside the global ones.
-        lost: of iterators that moved on, and of large tensors: they cannot be set back.
+        lost: of iterators that moved on, and of large tensors: they cannot be restored.
         files: that were opened to be written.
         sharing: {name of a tensor: (its name, the name of another tensor with the same data)}.
     """
@@ -44,7 +44,7 @@ class Changes:
 def kept(
     model: nn.Module, optimizer: torch.optim.Optimizer, functions: Iterable[Any], device: torch.device
 ) -> Iterator[Changes]:
-    """Lets the `with` block train with these very objects, on the device, and gives them back what they held.
+    """Within the `with` block these objects train on the device; afterwards they are restored.
 
     Tensors that share memory go on sharing it. Afterwards weights, buffers, gradients, optimizer state, flags,
     attributes, hooks, closures, globals of the recipe and generators are what they were. Raises NotChecked if a weight

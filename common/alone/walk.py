@@ -1,4 +1,4 @@
-"""What objects refer to, and how to give them back what they held."""
+"""Finds what objects refer to, and restores it."""
 
 import functools
 import gc
@@ -150,7 +150,7 @@ class Walk:
         return self._note(name, lambda: dict(attributes), partial(_refill, attributes))
 
     def _fields(self, name: str, value: Any, names: Iterable[str] | None = None) -> list[tuple[Any, Any]]:
-        """What only `setattr` sets: of a class, a module, or an object with slots."""
+        """What only `setattr` can set, in a class, a module, or an object with slots."""
 
         def read() -> dict[str, Any]:
             own = [key for key in vars(value) if not key.startswith("__")] if names is None else names
@@ -188,8 +188,8 @@ class Walk:
         return [("", value.__wrapped__), *_objects(gc.get_referents(value))]
 
     def _of_function(self, name: str, value: types.FunctionType) -> list[tuple[Any, Any]]:
-        """The closure, the defaults and the attributes of a function of the user's, and the globals that it names. Of
-        another one, such as a decorator of a package, the functions that it wraps."""
+        """For a user's function, its closure, defaults, attributes and the globals that it names. For any other, such
+        as a package's decorator, the functions that it wraps."""
         if not is_own(value.__code__.co_filename):
             inner = [part for cell in value.__closure__ or () for part in _of_cell(cell).values()]
             return [(None, part) for part in inner if isinstance(part, types.FunctionType | types.MethodType)]

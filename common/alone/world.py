@@ -21,8 +21,8 @@ ALONE = {
 
 @contextmanager
 def one_process(accelerator: Accelerator) -> Iterator[None]:
-    """Lets Accelerate, torch.distributed and the launcher's variables say in the `with` block that this is the only
-    process. What gathers or reduces acts in a group of one."""
+    """Within the `with` block, Accelerate, torch.distributed and the launcher's variables describe a single process.
+    Collectives act in a group of one."""
     states: list[dict[str, Any]] = [PartialState._shared_state, AcceleratorState._shared_state]
     before = [{name: state[name] for name in ALONE if name in state} for state in states]
     with _group_of_one(accelerator), without_ranks():
@@ -60,7 +60,7 @@ def _group_of_one(accelerator: Accelerator) -> Iterator[None]:
 
 
 def _noting(accelerator: Accelerator, name: str, answer: Any) -> Callable:
-    """What stands for a function of torch.distributed: it notes who asks."""
+    """Replaces a function of torch.distributed, and records who calls it."""
     function = getattr(dist, name)
 
     def asked(group: Any = None) -> Any:

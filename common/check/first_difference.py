@@ -109,7 +109,7 @@ class FirstDifference:
         return f"{module or 'the model'} ({self.reference.steps[self.number].modules.classes[module]})"
 
     def _sources(self, before: str, module: str) -> list[str]:
-        """Where the gradient of what a module gives comes from: the innermost modules that take it, or else the module
+        """Where the gradient of a module's output comes from: the innermost modules that take it, or else the module
         whose gradient arrived before; "" is the whole model, whose output is the loss."""
         followers = self.reference.steps[self.number].modules.followers.get(module, {})
         inner = [name for name in followers if not any(other.startswith(f"{name}.") for other in followers if name)]

@@ -1,4 +1,4 @@
-"""What each module of a model gives in a step, and the gradient that it gets back: sums, not the tensors."""
+"""The output of each module in a step, and its gradient: sums, not the tensors."""
 
 import math
 from collections import Counter

@@ -52,7 +52,7 @@ def without_noise(
 
 
 def what_does_not_repeat(again: Step, expected: Step, plan: Plan, number: int, is_low: bool) -> str | None:
-    """What differs if one process takes the first step again, from the same state; None if nothing does. On GPUs
+    """What differs when one process repeats the first step from the same state; None if nothing does. On GPUs
     kernels may add in another order: updates are compared where the gradients have the same bits."""
     if not math.isfinite(expected.grad_norm):
         return None
@@ -88,7 +88,7 @@ def _of_other_elements(gap: Gap, reference: Reference, number: int, name: str) -
 
 
 def _moved(update: Tensor, gradient: Sketch | None, perturbed: Sketch | None) -> Tensor:
-    """By how much rounding moves each element of a small weight: by its share of the gradient, if that is not small."""
+    """How far rounding moves each element of a small weight: by its share of the gradient, if that is large."""
     if gradient is None or perturbed is None:
         return torch.zeros_like(update)
     changes = (perturbed - gradient).sums.abs()

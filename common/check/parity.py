@@ -5,7 +5,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from ..step.setup import Setup
 from .compare import Gap, Key, fingerprints, replica_gaps, step_gaps, weight_gap
 from .first_difference import FirstDifference
 from .first_pass import FirstPass
+from .later import AfterSaves, Rehearsal
 from .modules import Key as PlaceInRow
 from .modules import ModuleTrace
 from .noise import without_noise
@@ -65,6 +67,9 @@ class ParityCheck:
         self.numbers = range(self.first, min(self.first + num_steps, self.plan.num_steps))
         self._setup, self._reference_run = setup, ReferenceRun(setup, train_set, checkpoint)
         self._reference: Reference | None = None  # only the main process has one
+        self._rehearsal: Rehearsal | None = None  # as that
+        self._rehearsed: list[int] = []  # numbers of the steps that it holds
+        self._after_saves = AfterSaves(setup, group) if is_wrapped and config.check_every else None
         self._error: str | None = None  # of one process
         self._rounding: dict[str, Sketch] = {}
         self._block_sizes: dict[int, dict[PlaceInRow, tuple[int, ...]]] = {}  # of each step
@@ -104,6 +109,7 @@ class ParityCheck:
                 self._reference = take_reference(self._reference_run, self.numbers, self._first_pass)
                 if (lines := not_repeated(self._reference, self._setup)) is not None:
                     raise UsageError(lines)
+                self._rehearsal = Rehearsal.take(self._reference_run, self._reference.steps[self.first], self.first)
             except (NotChecked, UsageError) as reason:
                 problem, text = NotChecked if isinstance(reason, NotChecked) else UsageError, str(reason)
             except Exception as error:  # the run will show whether only one process fails
@@ -112,8 +118,9 @@ class ParityCheck:
                 torch.get_device_module(device).empty_cache()
         if self._reference is not None:
             self._block_sizes = {number: step.modules.block_sizes for number, step in self._reference.steps.items()}
-        given = self.group.broadcast((problem, text, self._first_pass, self._block_sizes))
-        problem, text, self._first_pass, self._block_sizes = given
+        rehearsed = [] if self._rehearsal is None else [*self._rehearsal.steps]
+        given = self.group.broadcast((problem, text, self._first_pass, self._block_sizes, rehearsed))
+        problem, text, self._first_pass, self._block_sizes, self._rehearsed = given
         if problem is UsageError:
             raise UsageError(text)
         if problem is NotChecked:
@@ -148,6 +155,12 @@ class ParityCheck:
                     return self._check_step(engine, number, micro_batches)
                 if number == self.first:
                     return self._observe_step(engine, number, micro_batches)
+                if number in self._rehearsed:
+                    return self._rehearse_step(engine, number, micro_batches)
+                if self._after_saves is not None and number in self._after_saves.numbers:
+                    result = engine.step(number, micro_batches, True)
+                    self._after_saves.compare(engine, number, result)
+                    return result
                 return engine.step(number, micro_batches, wants_norm)
             except RunError:
                 raise
@@ -224,6 +237,27 @@ class ParityCheck:
             self._finish()
         return result
 
+    def _rehearse_step(self, engine: Engine, number: int, micro_batches: Sequence[Batch]) -> StepResult:
+        """A later step of a rehearsal, which is compared with one process."""
+        own, result = self._observer.step(engine, number, micro_batches, is_first=False, modules=None)
+        steps, rehearsal = self.group.all_gather(own), self._rehearsal
+        line = None if rehearsal is None else rehearsal.line(steps, self.plan, number)
+        if line := self.group.broadcast(line):
+            raise UsageError(line)
+        return result
+
+    def after_save(self, step: int, finish: Callable[[], Path | None]) -> None:
+        """To be called after each save. `step`: how many are taken; `finish`: waits for the checkpoint, returns it."""
+        if self._after_saves is not None:
+            self._after_saves.start(step, finish)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._after_saves is not None:
+            self._after_saves.stop()
+
     def _note_rounding(self, engine: Engine) -> None:
         """Notes what wrapping did to the weights before the first step: DeepSpeed rounds them in bf16."""
         initial = {} if self._reference is None else self._reference.initial
@@ -235,7 +269,7 @@ class ParityCheck:
         """Raises UsageError in all processes if step `number` is not that of one process."""
         if self._error is not None:
             raise UsageError(
-                f"one process alone cannot train this, several can: {self._error}; call model(...) in forward_step, "
+                f"several processes can train this, but not one: {self._error}; call model(...) in forward_step, "
                 "and nothing that only a wrapped model or a group of processes has"
             )
         gaps, updates = self._weight_gaps(engine, number)

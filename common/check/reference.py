@@ -1,6 +1,7 @@
 """What the main process does before `prepare`, while the model is whole: it takes the first steps alone."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import psutil
@@ -18,7 +19,7 @@ from .reference_run import ReferenceRun, sketches
 from .sketch import BLOCK, Sketch, random_signs
 from .trace import Step
 
-# By so many rounding errors (ulp) the weights are perturbed to measure the noise floor. A few elements of a weight take
+# The weights are perturbed by so many rounding errors (ulp) to measure the noise floor. A few elements of a weight take
 # another way under Adam: with one rounding error often none, where the run has some. A large weight has many elements.
 ROUNDINGS = (8, 4)
 LARGE = 100_000_000  # bytes of weights from which on one measurement is enough
@@ -37,15 +38,15 @@ class Perturbed:
     start: dict[str, Sketch]
 
     @classmethod
-    def take(cls, run: ReferenceRun, numbers: range, roundings: int) -> "Perturbed":
-        """Takes these steps, from weights that are perturbed by so many rounding errors."""
+    def take(cls, run: ReferenceRun, numbers: Sequence[int], roundings: int, first: int | None = None) -> "Perturbed":
+        """Takes these steps, after those from `first` on, from weights perturbed by so many rounding errors."""
         start: dict[str, Sketch] = {}
 
         def change(model: nn.Module) -> None:
             perturb(model, roundings, run.is_low)
             start.update(sketches(model))
 
-        return cls(run.steps(numbers, None, change), start)
+        return cls(run.steps(numbers, None, change, first=first), start)
 
 
 @torch.no_grad()

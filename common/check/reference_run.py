@@ -46,6 +46,7 @@ class ReferenceRun:
         checkpoint: from which the run starts; its weights are loaded.
         is_low: whether a layer computed with fewer bits than float32; set by the first steps.
         changes: what the first steps changed in the recipe's objects.
+        seconds: that the fastest step took.
     """
 
     setup: Setup
@@ -53,6 +54,7 @@ class ReferenceRun:
     checkpoint: Checkpoint | FreshStart
     is_low: bool = False
     changes: Changes | None = None
+    seconds: float = math.inf
 
     def steps(
         self,
@@ -60,16 +62,17 @@ class ReferenceRun:
         first_pass: FirstPass | None,
         change: Callable[[nn.Module], Any] | None = None,
         afterwards: Callable[[Engine, Batch], Any] | None = None,
+        first: int | None = None,
     ) -> dict[int, Step]:
-        """Takes the steps with these numbers, from weights that `change` may change, and calls `afterwards` with the
-        engine and the last micro-batch. Then model, optimizer and all that the recipe's functions refer to are as they
-        were before.
+        """Takes the steps with these numbers, and before them those from `first`, from weights that `change` may
+        change, and calls `afterwards` with the engine and the last micro-batch. Then model, optimizer and all that the
+        recipe's functions refer to are as they were before.
 
         Raises:
             NotChecked: the steps would take more than a minute, or a signal asks the run to stop.
             UsageError: `forward_step` does not call the model, or moves an iterator on.
         """
-        setup, plan = self.setup, self._plan()
+        setup, plan, every = self.setup, self._plan(), range(numbers[0] if first is None else first, numbers[-1] + 1)
         device, model, optimizer = setup.accelerator.device, setup.model, setup.optimizer
         functions = [each for each in (setup.forward_step, setup.batch_loss, plan.schedule) if each is not None]
         observer = Observer(first_pass)
@@ -82,29 +85,33 @@ class ReferenceRun:
             self.checkpoint.load_optimizer(model, optimizer)
             if change is not None:
                 change(model)
-            timer = _Timer(plan.config.hang_timeout, len(numbers) * plan.accumulation)
+            timer = _Timer(plan.config.hang_timeout, len(every) * plan.accumulation)
             if device.type == "cpu":  # as the run does; torch's loop over the weights takes several times as long
                 choose_fused_kernels(setup.accelerator, optimizer)
             _use_precision(model, plan.layout.precision, device)
             engine = Engine(timer.timing(observer.watch(replace(setup, plan=plan))), model, optimizer)
-            stream = batches(self.train_set, plan.micro_batches(numbers[0]), device, plan.config)
+            stream = batches(self.train_set, plan.micro_batches(every[0]), device, plan.config)
             steps = {}
-            for number in numbers:
+            for number in every:
                 engine.set_learning_rate(plan.factor_at(number - self.checkpoint.state.num_skipped))
-                micro_batches = list(islice(stream, plan.accumulation))
-                with _record_gradients(optimizer, model) as gradients:
+                micro_batches, began = list(islice(stream, plan.accumulation)), time.monotonic()
+                if number in numbers:
                     modules = ModuleTrace(parts=setup.plan.layout.tp * setup.plan.layout.sp)
-                    steps[number], _ = observer.step(engine, number, micro_batches, number == numbers[0], modules)
-                steps[number].weights, steps[number].gradients = sketches(model), gradients
-                steps[number].modules = modules.on_cpu()
-                self.is_low = self.is_low or modules.is_low
+                    with _record_gradients(optimizer, model) as gradients:
+                        steps[number], _ = observer.step(engine, number, micro_batches, number == numbers[0], modules)
+                    steps[number].weights, steps[number].gradients = sketches(model), gradients
+                    steps[number].modules = modules.on_cpu()
+                    self.is_low = self.is_low or modules.is_low
+                else:
+                    engine.step(number, micro_batches, wants_norm=False)
+                self.seconds = min(self.seconds, time.monotonic() - began)
             if afterwards is not None:
                 afterwards(engine, micro_batches[-1])
         self.changes = self.changes or changes
         for name in changes.lost:
             raise UsageError(
-                f"forward_step changes {name}, which the parity check cannot set back: let it have a third "
-                "argument, step, which is the number of the optimizer step, and compute from it"
+                f"forward_step changes {name}, which the parity check cannot restore: give it a third argument, "
+                "step, the number of the optimizer step, and compute from it"
             )
         return steps
 
@@ -173,7 +180,7 @@ def _record_gradients(optimizer: torch.optim.Optimizer, model: nn.Module) -> Ite
 
 
 def _use_precision(model: nn.Module, precision: str, device: torch.device) -> None:
-    """Lets the model run in the precision of the run, as Accelerate does without sharding."""
+    """Runs the model in the precision of the run, as Accelerate does without sharding."""
     if precision != "float32":
         autocast = torch.autocast(device.type, torch.bfloat16)
         model.forward = convert_outputs_to_fp32(autocast(model.forward))

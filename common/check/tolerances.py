@@ -1,4 +1,4 @@
-"""How far two results may be from each other and count as the same: in the parity check, in `verify`, in tests.
+"""Tolerances: how far two results may differ and count as the same, in the parity check, `verify` and the tests.
 
 A difference is relative. It may also be a few times the noise floor, what rounding errors change in one process. The
 parity check compares a step: there a difference has had no time to grow, and few elements of a weight jump. A
@@ -12,6 +12,7 @@ TOLERANCE = 1e-5  # float32
 STEP_TIMES_FLOOR = 4
 METRIC_TIMES_FLOOR = 10  # of what is not trained on: a reward is the small difference of two long sums (measured: 4.1)
 TRAJECTORY_TIMES_FLOOR = 10
+LATER = 1e-3  # of a step that follows many others: what goes wrong there is larger
 # {name of a value, or "weights": tolerance}; "" is all others. A learning rate is computed, not measured.
 FLOAT32 = {"": TOLERANCE, "grad_norm": 10 * TOLERANCE, "learning_rate": 0.0, "samples": 0.0, "gathered": 0.0}
 # bf16 keeps 8 bits, and configs round at different places: losses differ by up to 0.7 % for our recipes. The README

@@ -22,7 +22,7 @@ from .sketch import Sketch
 
 @dataclass
 class Step:
-    """What an optimizer step did, as far as it is compared.
+    """What the check compares of an optimizer step.
 
     Attributes:
         values: {micro-batch: {name: what `forward_step` or `batch_loss` returned, float64 on the CPU, of shape
@@ -72,8 +72,8 @@ class Observer:
     def step(
         self, engine: Engine, number: int, micro_batches: Sequence[Batch], is_first: bool, modules: ModuleTrace | None
     ) -> tuple[Step, StepResult]:
-        """Lets the engine take a step. Of a first step it also notes what the evaluation of the first micro-batch
-        gives; with `modules`, what each module gives."""
+        """Takes a step with the engine. For the first step, also records the evaluation of the first micro-batch;
+        with `modules`, the output of each module."""
         own = Step(modules=modules or ModuleTrace())
         with ExitStack() as hooks:
             if is_first:

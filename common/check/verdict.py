@@ -14,8 +14,8 @@ from .trace import Step
 
 # Where a difference begins, and what may do that: the recipe, or the framework under it.
 CAUSES = {
-    "loss": "a hook, or {layout}, weighs the losses of a process by a number of its own, as of tokens, micro-batches "
-    "or processes",
+    "loss": "a hook, or {layout}, weights the losses of a process by its own number of tokens, micro-batches or "
+    "processes",
     "backward": "a hook or an autograd function depends on the process, or {layout} divides this module wrongly",
     "factor": "a hook, or {layout}, multiplies the gradients by a number of processes or of micro-batches",
     "norm": "{layout} counts some weights more or less than once",
@@ -70,26 +70,26 @@ def not_repeated(reference: Reference, setup: Setup) -> str | None:
     if cause is None:
         known = ", ".join([*reference.changes.names, *reference.changes.generators][:3])
         cause = (
-            "forward_step, a hook or the optimizer keeps something where the check does not find it, as in a file, an "
+            "forward_step, a hook or the optimizer keeps something where the check does not look, such as a file, an "
             "environment variable or an object of a package"
-            f"{f'; it gave back {known}' * bool(known)}: let forward_step have a third argument, step, "
-            "the number of the optimizer step, and compute from it"
+            f"{f'; it gave back {known}' * bool(known)}: give forward_step a third argument, step, the number of the "
+            "optimizer step, and compute from it"
         )
     return (
-        f"one process takes the first step again, from the same state, and {why}\n  likely cause: {cause}\n"
+        f"when one process repeats the first step from the same state, {why}\n  likely cause: {cause}\n"
         "  --check_steps 0 trains without this check"
     )
 
 
 def _cause_in_a_sample(sample: str | None) -> str | None:
     return sample and (
-        f"{sample} has another content when it is read again: let the dataset draw from the generators of torch, "
-        "numpy or random, which are seeded for each sample, and not from one of its own"
+        f"{sample} changes when it is read again: draw from the generators of torch, numpy or random, which are "
+        "seeded for each sample, not from one of your own"
     )
 
 
 def _other_sample(steps: Sequence[Step], expected: Step, ids: list[list[int]]) -> str | None:
-    """Names a sample that a process read with another content than the main process alone; None if there is none."""
+    """Names a sample that a process read differently than the main process; None if there is none."""
     for step in steps:
         for row, batch in step.samples.items():
             for name, sums in batch.items():
@@ -106,7 +106,10 @@ def _causes_in_the_recipe(
     if (cause := _cause_in_a_sample(sample)) is not None:
         yield cause
     for name in first.written:
-        yield (f"the forward pass changes {name}, and each process sees other samples: do it outside the forward pass")
+        yield (
+            f"the forward pass changes {name}, and each process sees other samples, or with tensor parallelism other "
+            "features: do it outside the forward pass"
+        )
     for name in changes.generators:
         yield (
             f"forward_step or the model draws from a generator of its own, {name}: draw from those of torch, numpy or "
@@ -126,7 +129,7 @@ def _causes_in_the_recipe(
     for name in changes.names:
         yield (
             f"the recipe's functions change {name} when they are called, and each process calls them less often than "
-            "one does: let forward_step have a third argument, step: it is the number of the optimizer step"
+            "a single process: give forward_step a third argument, step, the number of the optimizer step"
         )
     for one, other in [changes.sharing[name] for _, name in gaps if name in changes.sharing]:
         yield (
@@ -138,7 +141,7 @@ def _causes_in_the_recipe(
 
 
 def _cause_of_values(where: str, draws: bool, layout: Layout) -> str:
-    """What values that differ at once point to, and what to type. An error of the framework shows like one of the
+    """The likely cause if values differ at once, and what to type. Errors of the framework look like those of the
     recipe."""
     fallback = main_strategy(layout).fallback
     for cause in filter(None, [strategy.cause_at_once for strategy in strategies_of(layout)]):
@@ -147,8 +150,8 @@ def _cause_of_values(where: str, draws: bool, layout: Layout) -> str:
         return cause + f"; if nothing does, {layout} divides this module wrongly" * (where == "forward")
     if draws:
         return (
-            "the forward pass draws random numbers, and takes another path by them under this config, as layerdrop "
-            f"does: set that to 0, or use {fallback}"
+            "the forward pass takes a random path, such as layerdrop, and a different one under this config: "
+            f"set that to 0, or use {fallback}"
         )
     return (
         "forward_step or the model depends on the process, on the number of processes, or on what it did before: "

@@ -7,23 +7,55 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import xxhash
+from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from ..cpu_group import CpuGroup
 from ..errors import RunError, UsageError
+from ..failure import line_of
 from ..files import give_usual_mode, replace_folder
+from ..plan import Plan
 from ..records.run_card import read_card
 from ..step.engine import Engine
 from ..weights.shards import checkpoint_tensors
-from .format import check_same_model, write_tensors
+from .format import MODEL_FILES, check_same_model, write_tensors
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # transformers' names
 MAX_FILE_BYTES = 5_000_000_000
+
+
+def try_export(plan: Plan, module: nn.Module, export: Callable[[Path], Any] | None, group: CpuGroup) -> None:
+    """Tries what the export after the last step needs: the main process writes the small files and removes them, and
+    looks whether there is room for the weights. A collective.
+
+    Raises:
+        UsageError: the export would fail.
+    """
+    output_dir, dtype, line = plan.config.output_dir, export_dtype(plan.config.export_dtype, module), None
+    if group.rank == 0:
+        weights = checkpoint_tensors(module).values()
+        types = (dtype if dtype is not None and weight.is_floating_point() else weight.dtype for weight in weights)
+        size = sum(weight.numel() * kind.itemsize for weight, kind in zip(weights, types))
+        disk = shutil.disk_usage(output_dir)
+        try:
+            with TemporaryDirectory(dir=output_dir) as folder:
+                _write_small_files(module, Path(folder), dtype, export)
+        except Exception as error:  # any: `export` is the recipe's
+            line = f"the model could not be exported after the last step ({line_of(error)}): correct this first"
+        if disk.total and size > disk.free:  # some file systems do not say how large they are
+            line = (
+                f"--output_dir {output_dir} has room for {disk.free / 1e9:,.3f} GB, the exported model takes "
+                f"{size / 1e9:,.3f} GB: use a folder on a larger disk"
+            )
+    if (line := group.broadcast(line)) is not None:
+        raise UsageError(line)
 
 
 def export_model(engine: Engine, folder: Path, export: Callable[[Path], Any] | None = None) -> str | None:
@@ -42,18 +74,31 @@ def export_model(engine: Engine, folder: Path, export: Callable[[Path], Any] | N
         A digest of the weights, in the main process.
 
     Raises:
-        RunError: the files cannot be written.
+        RunError: the weights cannot be written; or they are there, but not the files beside them.
     """
-    weights, digest = engine.each_whole(), None
+    weights, digest, problem = engine.each_whole(), None, None
     if engine.accelerator.is_main_process:
         dtype = export_dtype(engine.plan.config.export_dtype, engine.module)
-        with rewrite(folder) as aside:
-            digest = write_weights(weights, aside, dtype, getattr(engine.module, "peft_adapter", None))
-            _write_small_files(engine.module, aside, dtype, export)
-    else:
-        deque(weights, maxlen=0)  # takes part in the gathering
-    engine.accelerator.wait_for_everyone()
+        try:
+            with rewrite(folder) as aside:
+                digest = write_weights(weights, aside, dtype, getattr(engine.module, "peft_adapter", None))
+                try:
+                    _write_small_files(engine.module, aside, dtype, export)
+                except Exception as error:  # any: `export` is the recipe's, and the weights are worth more
+                    problem = f"{folder} has the weights and lacks {_missing(folder, aside)} ({line_of(error)})"
+        except RunError as error:
+            problem = str(error)
+    deque(weights, maxlen=0)  # takes part in the gathering
+    if (problem := broadcast_object_list([problem])[0]) is not None:
+        raise RunError(problem)
     return digest
+
+
+def _missing(folder: Path, aside: Path) -> str:
+    """The names of the files that the run wrote before its first step, and now not at all, or not to their end."""
+    places = folder.parent / "checkpoints" / MODEL_FILES, aside
+    before, now = ({path.relative_to(place): path.stat().st_size for path in place.rglob("*")} for place in places)
+    return ", ".join(str(name) for name, size in sorted(before.items()) if now.get(name, -1) < size) or "a file"
 
 
 @contextmanager
@@ -72,12 +117,16 @@ def rewrite(folder: Path) -> Iterator[Path]:
         raise RunError(f"{folder} cannot be written ({getattr(error, 'strerror', None) or error})") from None
 
 
-def write_model_files(engine: Engine, folder: Path, export: Callable[[Path], Any] | None) -> None:
-    """Writes what `export_model` writes beside the weights: with it, `accelerate-recipes export` makes a model of a
-    checkpoint. Raises RunError."""
-    dtype = export_dtype(engine.plan.config.export_dtype, engine.module)
+def write_model(
+    module: nn.Module, folder: Path, dtype: str, export: Callable[[Path], Any] | None, with_weights: bool = True
+) -> None:
+    """Writes what `export_model` writes, of a model that one process holds; or only what it writes beside the weights:
+    with it, `accelerate-recipes export` makes a model of a checkpoint. Raises RunError."""
+    wanted = export_dtype(dtype, module)
     with rewrite(folder) as aside:
-        _write_small_files(engine.module, aside, dtype, export)
+        if with_weights:
+            write_weights(module.state_dict().items(), aside, wanted)
+        _write_small_files(module, aside, wanted, export)
 
 
 def export_dtype(wanted: str, module: nn.Module) -> torch.dtype | None:
@@ -95,13 +144,15 @@ def _write_small_files(
     """Writes the settings of a model of transformers or PEFT, with the type of the weights beside them; then calls
     `export`."""
     if (adapter := getattr(module, "peft_adapter", None)) is not None:
-        adapter.settings.save_pretrained(str(folder))
+        adapter.write_settings(module, folder)
     else:
         for part in ("config", "generation_config"):
             settings: Any = getattr(module, part, None)
-            if hasattr(settings, "save_pretrained"):
+            if part == "generation_config" and hasattr(settings, "to_json_file"):
+                settings.to_json_file(folder / f"{part}.json")  # save_pretrained refuses what from_pretrained takes
+            elif hasattr(settings, "save_pretrained"):
                 if part == "config" and dtype is not None:
-                    settings = deepcopy(settings)  # the run goes on with its own
+                    settings = deepcopy(settings)  # the run continues with its own
                     settings.dtype = dtype
                 settings.save_pretrained(folder)
     if export is not None:
@@ -168,7 +219,7 @@ def _name_files(folder: Path, files: list[list[str]], size: int) -> None:
 
 
 def _digests(weights: Mapping[str, Tensor]) -> list[int]:
-    """Of the name, type and bytes of each; they find accidents, not forgeries."""
+    """A digest of the name, type and bytes of each weight. Digests find accidents, not forgeries."""
     digests = []
     for name, tensor in weights.items():
         digest = xxhash.xxh3_64(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

@@ -18,7 +18,7 @@ from .samples import evaluation_facts, other_sample, training_facts
 
 
 def describe(layout: Layout) -> str:
-    """For the terminal, for example "2 processes (FSDP2)"."""
+    """A description for the terminal, for example "2 processes (FSDP2)"."""
     processes = layout.num_processes
     return f"{processes} process{'es' * (processes > 1)} ({layout})"
 
@@ -67,7 +67,7 @@ def differences(identity: dict[str, Any], there: dict[str, Any]) -> list[tuple[s
 
 
 def other_data(identity: dict[str, Any], there: dict[str, Any]) -> str | None:
-    """Where the training data first differ from a checkpoint's; None if they do not, or if it does not say."""
+    """Where the training data first differ from those of a checkpoint; None if they do not, or if it has no record."""
     found = other_sample(identity["samples"], there.get("samples", {}))
     return found and f'"{found[1]}" of sample {found[0]} differs'
 

@@ -36,11 +36,13 @@ class Reader:
         if digest_of_json(self.content) != expected:
             raise DamagedError(f"{MANIFEST} was altered")
         if (known := self.content.get("format")) != FORMAT:
-            raise DamagedError(f"{MANIFEST} has the format {known}, expected {FORMAT}: resume with what wrote it")
+            raise DamagedError(
+                f"{MANIFEST} has format {known}, expected {FORMAT}: resume with the version that wrote it"
+            )
         try:
             _check(self.content)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            raise DamagedError(f"{MANIFEST} is not that of a checkpoint ({first_line(error)})") from None
+            raise DamagedError(f"{MANIFEST} does not belong to a checkpoint ({first_line(error)})") from None
         self.tensors: dict[str, dict[str, Any]] = self.content["tensors"]
         self._files: dict[tuple[str, bool], Any] = {}
 
@@ -116,7 +118,7 @@ class Reader:
         except OSError as error:
             raise _damage_or_failure(path, error) from None
         except SafetensorError as error:
-            raise DamagedError(f"{name} is no safetensors file of these tensors ({first_line(error)})") from None
+            raise DamagedError(f"{name} is not a safetensors file of these tensors ({first_line(error)})") from None
 
     def _check_shapes(self, name: str) -> None:
         """Raises DamagedError unless a file has the parts of tensors that the manifest says."""
@@ -134,13 +136,13 @@ def _check(content: dict[str, Any]) -> None:
         raise ValueError("it names no files")
     for name, file in files.items():
         if Path(name).name != name or not isinstance(file["size"], int) or not isinstance(file["xxh3_128"], str):
-            raise ValueError(f"{name} is no file of it")
+            raise ValueError(f"{name}is not one of its files")
     for name, tensor in tensors.items():
         if not isinstance(getattr(torch, tensor["dtype"]), torch.dtype):
             raise TypeError(f"{name} has no type")
         for part in tensor["parts"]:
             if part["file"] not in files or not len(part["offsets"]) == len(part["sizes"]) == len(tensor["shape"]):
-                raise ValueError(f"a part of {name} is in no file of it")
+                raise ValueError(f"a part of {name} is missing from its files")
         check_coverage(name, tensor)
 
 

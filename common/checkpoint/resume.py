@@ -84,26 +84,26 @@ class Checkpoint:
         if before not in (None, now):  # None: of a run before the versions were kept
             accelerator.print(f"the checkpoint was written by accelerate-recipes {before}, this is {now}")
         if self.state.step > engine.plan.num_steps:
-            accelerator.print(f"it has {self.state.step} steps, this run {engine.plan.num_steps}: it trains no more")
+            accelerator.print(
+                f"it has {self.state.step} steps, this run {engine.plan.num_steps}: nothing is left to train"
+            )
         if content["schedule"] != curve(engine.plan):
-            accelerator.print("the learning rate follows another curve than in the checkpoint")
+            accelerator.print("the learning rate follows a different schedule than in the checkpoint")
         for name, before, value in other_flags(engine.plan, content):
             accelerator.print(f"the checkpoint's run had --{name} {before}, this run has {value}")
         if self.other_evaluation:
-            accelerator.print(
-                "the evaluation data are others than those of the checkpoint: do not compare their metrics"
-            )
+            accelerator.print("the evaluation data differ from those of the checkpoint: do not compare their metrics")
         have_state = {name.rpartition(".")[0] for name in self.reader.tensors if name.startswith("optimizer.")}
         anew = [name for name in self.trained if f"optimizer.{name}" not in have_state]
         if have_state and anew:  # normal for a weight that no forward pass has used
-            accelerator.print(f"it has no optimizer state for {', '.join(anew)}: that state starts anew")
+            accelerator.print(f"it has no optimizer state for {', '.join(anew)}: that state starts from scratch")
         if content["layout"] != here:
-            accelerator.print(f"it was saved by {content['layout']} and goes on in {here}")
+            accelerator.print(f"it was saved by {content['layout']} and continues on {here}")
         self.reader.close()
 
 
 def check_state(content: dict[str, Any]) -> None:
-    """Raises DamagedError unless a manifest holds all that a run goes on with."""
+    """Raises DamagedError unless a manifest holds everything that a run needs to continue."""
     kinds = {"state": dict, "identity": dict, "unrecorded": dict, "trainer": dict, "own_flags": dict, "schedule": str}
     for name, kind in kinds.items():
         if not isinstance(content.get(name), kind):
@@ -162,7 +162,7 @@ def find_checkpoint(
 
     if wanted == "latest" and group.broadcast(starts_over(plan.config.output_dir)):
         if group.rank == 0:
-            print(f"an interrupted run was to replace what is in {plan.config.output_dir}: a fresh start", flush=True)
+            print(f"an interrupted run was replacing what is in {plan.config.output_dir}: starting afresh", flush=True)
         return FreshStart()
     if wanted == "latest":
         try:
@@ -172,7 +172,7 @@ def find_checkpoint(
                 f"no checkpoint in {plan.config.output_dir} is complete: use --overwrite_output_dir to start over"
             ) from None
         if found is None and group.rank == 0:
-            print(f"no checkpoint in {plan.config.output_dir}: a fresh start", flush=True)
+            print(f"no checkpoint in {plan.config.output_dir}: starting afresh", flush=True)
         return found or FreshStart()
     try:
         return open_checked(Path(wanted))
@@ -190,7 +190,7 @@ def _check_same_run(path: Path, content: dict[str, Any], plan: Plan, identity: d
     if where := other_data(identity, content["identity"]):
         flags = [f"; --{name} was {there}, is {here}" for name, there, here in other_flags(plan, content)]
         raise UsageError(
-            f"the data are others than those of the checkpoint {path}: {where}{''.join(flags)}: resume with the data "
+            f"the data differ from those of the checkpoint {path}: {where}{''.join(flags)}: resume with the data "
             "and flags of that run, or use --overwrite_output_dir to start over"
         )
 

@@ -27,8 +27,8 @@ Facts = dict[str, dict[str, Fact]]  # {sample id: {name of a tensor or text: wha
 
 
 def training_facts(plan: Plan, train_set: MapDataset, group: CpuGroup) -> Facts:
-    """What 16 samples are that the run draws, as it gets them: with its transforms, its random numbers, and those of
-    its `collate_fn`. The same in all processes. A collective."""
+    """Facts about 16 samples that the run draws, with its transforms, its random numbers and those of its
+    `collate_fn`. The same in all processes. A collective."""
     return group.broadcast(_facts(train_set, known_by(plan), plan.config))
 
 

@@ -1,5 +1,6 @@
 """Writes checkpoints."""
 
+import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
@@ -19,7 +20,7 @@ from ..records.running_sums import RunningSums
 from ..state import TrainState
 from ..step.engine import Engine
 from ..stopping.watch import Watch
-from .export import export_dtype, write_model_files
+from .export import export_dtype, export_model, write_model
 from .format import MODEL_FILES, DamagedError, WriteError
 from .identity import curve, describe, differences, own_flags
 from .reader import Reader
@@ -30,7 +31,8 @@ from .writer import OwnShards, collect_shards, remove, write
 class Saver:
     """Writes checkpoints, one at a time; with `--async_save` during the next steps, from a copy.
 
-    Before the first one the main process also writes the small files of an export, with `export` of `fit`.
+    Before the first step the main process also writes the small files of an export, with `export` of `fit`. After
+    each save `after_save` gets the number of steps taken, and `finish`.
     """
 
     def __init__(
@@ -39,9 +41,10 @@ class Saver:
         identity: dict[str, Any],
         group: CpuGroup,
         watch: Watch,
+        after_save: Callable[[int, Callable[[], Path | None]], None] = lambda step, finish: None,
         export: Callable[[Path], Any] | None = None,
     ):
-        self._export, self._has_model_files = export, group.rank != 0
+        self._after_save, self._export = after_save, export
         self._engine, self._identity, self._group, self._watch = engine, identity, group, watch
         in_background = engine.plan.config.async_save
         # Two threads must not use the same group at once.
@@ -53,6 +56,8 @@ class Saver:
         self._newest: Callable[[], Path | None] = lambda: None
 
     def __enter__(self) -> Self:
+        if self._group.rank == 0:
+            self._write_model_files()
         return self
 
     def __exit__(
@@ -62,10 +67,29 @@ class Saver:
             self.finish()
         for thread in filter(None, (self._writer, self._remover)):
             thread.shutdown()
+        output_dir = self._engine.plan.config.output_dir
+        with suppress(OSError, RunError):  # there is more in it, or it cannot be read
+            if self._group.rank == 0 and not checkpoints(output_dir):
+                shutil.rmtree(output_dir / "checkpoints" / MODEL_FILES, ignore_errors=True)
+                (output_dir / "checkpoints").rmdir()
+
+    def export(self, state: TrainState, unrecorded: RunningSums) -> str | None:
+        """Exports the weights, or their averages, and returns their digest. If that fails, saves a checkpoint, so that
+        no step is lost, and raises RunError."""
+        folder = self._engine.plan.config.output_dir / "model"
+        try:
+            with self._engine.ema_weights():
+                return export_model(self._engine, folder, self._export)
+        except RunError as error:
+            if (path := self.finish()) is None or path.name != checkpoint_name(state.step):
+                self.save(state, unrecorded)
+            if (path := self.finish()) is None:
+                raise
+            raise RunError(f"{error}: accelerate-recipes export {path} NEW_FOLDER makes the model") from None
 
     def save(self, state: TrainState, unrecorded: RunningSums) -> None:
-        """Writes `checkpoints/step_<steps taken>`. Then a thread removes the oldest beyond `--keep_checkpoints`. A save
-        that fails prints one line, and the run goes on.
+        """Writes `checkpoints/step_<steps taken>`. Then a thread removes the oldest beyond `--keep_checkpoints`. If a
+        save fails, it prints one line, and the run continues.
 
         Raises:
             UsageError: the optimizer keeps something that a checkpoint does not hold.
@@ -86,13 +110,13 @@ class Saver:
         }
         if self._group.rank == 0:
             content |= {"source": source(), "versions": versions("torch", "accelerate")}
-        self._write_model_files()
         shards = collect_shards(held, self._group.rank, self._buffers)
         if self._writer is not None:
             self._newest = self._writer.submit(self._write, shards, content).result
         else:
             path = self._write(shards, content)
             self._newest = lambda: path
+        self._after_save(state.step, self.finish)
 
     def finish(self) -> Path | None:
         """Waits for the save in progress. Returns the newest checkpoint; None if it could not be written, or
@@ -109,8 +133,7 @@ class Saver:
                 write(path, shards, content, group)
         except WriteError as error:
             self._engine.accelerator.print(
-                f"the checkpoint of step {step} could not be written ({error}): earlier ones are complete, the run "
-                "goes on"
+                f"the checkpoint of step {step} could not be written ({error}): earlier ones stay, the run continues"
             )
             return None
         if group.rank == 0:
@@ -119,14 +142,12 @@ class Saver:
         return path
 
     def _write_model_files(self) -> None:
-        if self._has_model_files:
-            return
         folder = self._engine.plan.config.output_dir / "checkpoints"
         try:
             folder.mkdir(exist_ok=True)
             flush(folder.parent)  # once in a run: a run that was killed may have made it
-            write_model_files(self._engine, folder / MODEL_FILES, self._export)
-            self._has_model_files = True
+            dtype = self._engine.plan.config.export_dtype
+            write_model(self._engine.module, folder / MODEL_FILES, dtype, self._export, with_weights=False)
         except Exception as error:  # any: `export` is the recipe's. The checkpoint is complete without these files.
             print(f"accelerate-recipes export will lack files beside the weights: {first_line(error)}", flush=True)
 

@@ -1,6 +1,7 @@
 """Datasets and batches."""
 
 from .collate import pad_to_longest
+from .facts import say
 from .sets import Batch, Examples, ForwardStep, MapDataset, Metrics
 
-__all__ = ["Batch", "Examples", "ForwardStep", "MapDataset", "Metrics", "pad_to_longest"]
+__all__ = ["Batch", "Examples", "ForwardStep", "MapDataset", "Metrics", "pad_to_longest", "say"]

@@ -133,7 +133,7 @@ class _Fetching(Dataset):
 
 @dataclass(frozen=True)
 class _Failed:
-    """What a worker sends instead of a batch: the loader would put its own traceback around the error."""
+    """Sent by a worker instead of a batch, because the loader would wrap the error in its own traceback."""
 
     line: str
     trace: str | None
@@ -146,10 +146,10 @@ def _failure_of(error: Exception) -> _Failed:
 
 
 def _start_worker(number: int) -> None:
-    """Runs first in a worker. Python's queue would drop a batch that it cannot send, for want of shared memory or open
-    files: the run would wait for it for ever.
+    """Runs first in a worker. Python's queue would drop a batch that it cannot send, when it lacks shared memory or
+    open files: the run would wait for it forever.
 
-    A worker whose process has already ended would wait for ever, too: torch's watch begins later, and takes whoever is
+    A worker whose process has already ended would wait forever, too: torch's watch begins later, and takes whoever is
     its parent then for the one that it waits for."""
     main = multiprocessing.parent_process()
     if main is not None and multiprocessing.get_start_method() == "fork" and os.getppid() != main.pid:
@@ -185,7 +185,7 @@ def _from_workers(loader: DataLoader[Any]) -> Iterator[Batch]:
 
 
 def _exit_code(workers: list[Any]) -> int | None:
-    """That of a worker that has failed, or does within a second; None if none has. Negative: the number of a signal."""
+    """The exit code of a worker that has failed or fails within a second, or None; negative for a signal."""
     deadline = time.monotonic() + 1
     while time.monotonic() < deadline:
         for worker in workers:

@@ -19,7 +19,7 @@ def collate(samples: Any, size: int, collate_fn: CollateFn) -> Batch:
     is_own, first = collate_fn is not default_collate, samples[0] if isinstance(samples, list) and samples else samples
     if not is_own and not isinstance(first, dict):
         raise UsageError(
-            f'samples are of the type {type(first).__name__}: expected dicts, such as {{"image": ..., "label": ...}}, '
+            f'samples have the type {type(first).__name__}: expected dicts, such as {{"image": ..., "label": ...}}, '
             "or a collate_fn that makes such a dict of a list of samples"
         )
     try:
@@ -42,7 +42,7 @@ def collate(samples: Any, size: int, collate_fn: CollateFn) -> Batch:
 
 def _no_tensor(name: str, value: Any, where: str) -> str:
     inner = value[0] if isinstance(value, list | tuple) and value else value
-    instead = 'make it a tensor; of datasets, .with_format("torch") does so with lists'
+    instead = 'make it a tensor; .with_format("torch") of datasets does this for lists'
     if isinstance(inner, dict):
         instead = "give each tensor in it a name of its own, and pad what differs in number, such as boxes, with a mask"
     return f'"{name}" of a {where} is a {type(value).__name__}: expected a tensor, number or string: {instead}'
@@ -65,7 +65,7 @@ def _why_no_batch(samples: list[Any], error: Exception, is_own: bool) -> str:
     unequal = [name for name, found in shapes.items() if len(found) > 1]
     if is_own and not (unequal and isinstance(error, RuntimeError)):
         return f"collate_fn makes no batch of the samples: {line_of(error)}"
-    # What pad_to_longest cannot pad: the first dimension of tensors may differ, and no other.
+    # pad_to_longest pads only the first dimension of tensors.
     tensors = [name for name in unequal if isinstance(dicts[0][name], torch.Tensor)]
     others = [name for name in unequal if name not in tensors or len({shape[1:] for shape in shapes[name]}) > 1]
     for name in (*others, *unequal):
@@ -80,6 +80,7 @@ def pad_to_longest(
     padding: Mapping[str, float] | None = None,
     mask: str | None = "attention_mask",
     multiple_of: int = 1,
+    side: str = "right",
 ) -> "Padding":
     """A `collate_fn` that pads the first dimension of each tensor to the longest in the batch.
 
@@ -88,12 +89,13 @@ def pad_to_longest(
         mask: name of a tensor to add, of shape (batch, length) and type int64: 1 for a position of the sample, 0 for
             padding. It follows the first padded tensor. None adds nothing; a sample's own tensor of this name stays.
         multiple_of: pad to a multiple of this length.
+        side: where the padding stands: "right", or "left" for a model that reads the last position.
 
     Returns:
         A function from samples, dicts of tensors and numbers, to a batch. Tensors of one name may differ in their first
         dimension only.
     """
-    return Padding(dict(padding or {}), mask, multiple_of)
+    return Padding(dict(padding or {}), mask, multiple_of, side)
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,7 @@ class Padding:
     padding: Mapping[str, float]
     mask: str | None
     multiple_of: int
+    side: str
 
     def __call__(self, samples: list[Any]) -> Batch:
         batch: Batch = {}
@@ -113,14 +116,14 @@ class Padding:
                 continue
             if self.mask is not None and self.mask not in batch and self.mask not in samples[0]:
                 ones = [torch.ones(len(tensor), dtype=torch.int64) for tensor in column]
-                batch[self.mask] = _pad(ones, 0, self.multiple_of)
-            batch[name] = _pad(column, self.padding.get(name, 0), self.multiple_of)
+                batch[self.mask] = self._pad(ones, 0)
+            batch[name] = self._pad(column, self.padding.get(name, 0))
         return batch
 
-
-def _pad(column: list[Tensor], value: float, multiple_of: int) -> Tensor:
-    longest = -(-max(len(tensor) for tensor in column) // multiple_of) * multiple_of
-    padded = column[0].new_full((len(column), longest, *column[0].shape[1:]), value)
-    for row, tensor in zip(padded, column):
-        row[: len(tensor)] = tensor
-    return padded
+    def _pad(self, column: list[Tensor], value: float) -> Tensor:
+        longest = -(-max(len(tensor) for tensor in column) // self.multiple_of) * self.multiple_of
+        padded = column[0].new_full((len(column), longest, *column[0].shape[1:]), value)
+        for row, tensor in zip(padded, column):
+            start = longest - len(tensor) if self.side == "left" else 0
+            row[start : start + len(tensor)] = tensor
+        return padded

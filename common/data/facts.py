@@ -1,4 +1,4 @@
-"""What a run says of its data at its start. The run card keeps these lines."""
+"""The lines about the data that a run prints at its start and keeps in the run card."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence, Sized

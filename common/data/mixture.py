@@ -14,15 +14,15 @@ from ..plan import Sampler
 from .sets import Batch, ForwardStep, MapDataset
 
 SOURCE = "source of the sample"  # in a batch: its number
-SHARE = "share"  # of a source in the samples, or in what weighs them
+SHARE = "share"  # of a source in the samples, or in their weights
 OF = "@"  # between the names of a metric and a source
 
 
 class Mixture(Dataset):
     """The samples of several sources. As a training set of `fit`, an epoch has of each source its share.
 
-    What a step takes is a function of the seed and the step, as of any training set. Each epoch draws other samples of
-    a source that has more than its share, in another order.
+    The samples of a step are a function of the seed and the step, as for any training set. Each epoch draws other
+    samples of a source that has more than its share, in another order.
 
     Args:
         sources: {name: map-style dataset}
@@ -44,7 +44,7 @@ class Mixture(Dataset):
             if size == 0:
                 raise UsageError(f"{name} is empty", "remove it from the mixture")
             if OF in name or "/" in name:
-                raise UsageError(f"a source has the name {name}", "leave out @ and /, which stand in names of metrics")
+                raise UsageError(f"a source has the name {name}", "leave out @ and /, which names of metrics use")
         if weights is not None:
             total = sum(weights.values())
             shares = [weights[name] / total for name in self.names]

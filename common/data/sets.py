@@ -76,7 +76,7 @@ class InMemoryDataset(Dataset):
 
 
 class Collated(Dataset):
-    """A dataset with a function of its own that makes a batch of samples."""
+    """A dataset with its own function to make a batch of samples."""
 
     def __init__(self, dataset: MapDataset, collate_fn: CollateFn):
         self.dataset, self.collate_fn = dataset, collate_fn
@@ -125,7 +125,7 @@ def _check(dataset: Any, what: str) -> None:
     if isinstance(dataset, DataLoader):
         raise UsageError(
             f"the {what} is a {kind}; fit makes batches itself, of --batch_size samples",
-            "give it the dataset in it, and its collate_fn as collate_fn=",
+            "pass its dataset, and its collate_fn as collate_fn=",
         )
     if isinstance(dataset, str | PathLike):
         raise UsageError(

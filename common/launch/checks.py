@@ -1,4 +1,4 @@
-"""What cannot be launched: checks of the config file and the launcher, before the processes join."""
+"""Refuses launches that cannot work: checks of the config file and the launcher, before the processes join."""
 
 import math
 
@@ -15,9 +15,23 @@ SUPPORTED = ("cpu", "cuda", "xpu", "npu")
 
 
 def check_launcher(layout: Layout, config: RunConfig) -> None:
-    """Processes that would train alone."""
+    """Processes that would train alone, or wait for others in vain: what another launch has left in the shell."""
     environment = layout.environment
     launched = environment.local_rank is not None
+    has_place = environment.main_address and environment.main_port
+    kinds = [f"ACCELERATE_USE_{kind}" for kind in ("DEEPSPEED", "FSDP", "PARALLELISM_CONFIG")]
+    for name, is_wrong, what in [
+        (
+            "RANK",
+            environment.rank >= environment.world_size,
+            f"{environment.rank} of {environment.world_size} processes",
+        ),
+        ("LOCAL_RANK", launched and not has_place, f"{environment.local_rank} without MASTER_ADDR or MASTER_PORT"),
+        *((kind, not launched and environment.is_true(kind), "true without a launcher") for kind in kinds),
+    ]:
+        if is_wrong:
+            what = f"{name} is {what}: another launch has left it"
+            raise UsageError(what, f"unset {name}", beside="or start with accelerate launch")
     if not launched and layout.num_processes > 1:
         raise UsageError(
             f"WORLD_SIZE is {layout.num_processes} but LOCAL_RANK is not set, so each process would train alone",
@@ -69,7 +83,7 @@ def check_flags_of_the_loop(layout: Layout, config: RunConfig) -> None:
 
 
 def check_precision(layout: Layout, config: RunConfig) -> None:
-    """A precision of which nothing is tested, alone or under a strategy."""
+    """Refuses precisions that are not tested, alone or under a strategy."""
     if layout.precision not in ("float32", "bf16", "fp16"):
         what = f"mixed_precision: {layout.precision} is not supported"
         raise UsageError(what, "use mixed_precision: bf16 there", [Edit("mixed_precision", "bf16")])
@@ -90,7 +104,7 @@ def check_mesh(layout: Layout, config: RunConfig) -> None:
     sizes = {f"{name}_size": environment.mesh_size(name) for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")}
     if sizes["cp_size"] > 1:
         raise UsageError(
-            f"parallelism_config: cp_size: {sizes['cp_size']}: these recipes divide sequences in another way",
+            f"parallelism_config: cp_size: {sizes['cp_size']}: these recipes divide sequences differently",
             "use sp_size instead",
             _other_size("sp_size", "cp_size", sizes),
             "as in accelerate_configs/sequence_parallel.yaml",
@@ -140,8 +154,8 @@ def check_compiler_of_torch(layout: Layout, config: RunConfig) -> None:
 
 
 def launch_checks(layout: Layout) -> list[LaunchCheck]:
-    """What a run refuses of a launch: it raises the first refusal, `accelerate-recipes doctor` asks for all of them."""
-    # What joins another strategy says what it joins.
+    """The refusals of a launch. A run raises the first; `accelerate-recipes doctor` lists all."""
+    # Strategies that join another one come first: their refusals name it.
     strategies = sorted(strategies_of(layout), key=lambda strategy: strategy.wraps)
     of_strategies = [check for strategy in strategies for check in strategy.launch_checks]
     return [

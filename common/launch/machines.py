@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -18,9 +19,10 @@ from torch import distributed as dist
 
 from ..config import RunConfig
 from ..environment import CODE_FILE, Environment, versions
-from ..errors import RunError, UsageError
+from ..errors import RunError, UsageError, first_line
 from ..package import files_of_run
 
+PATIENCE_S = 10  # until a line says what is waited for
 ARRIVAL_S = 300  # longest wait of one machine's processes for those of the others
 
 # Keeps the store alive: the first process may serve it (torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE), and others
@@ -83,6 +85,29 @@ def agreement(environment: Environment, config: RunConfig) -> Iterator[None]:
     _choose_interface(machines, environment)
 
 
+@contextmanager
+def saying_who_waits(environment: Environment) -> Iterator[None]:
+    """Prints a line if the `with` block, in which the processes meet, takes long. Raises UsageError for a port that is
+    taken, RunError if they do not meet."""
+    place = f"{environment.main_address}:{environment.main_port}"
+    line = (
+        f"process {environment.rank} waits for all {environment.world_size} at {place} (MASTER_ADDR, MASTER_PORT); "
+        "Ctrl-C ends it. If no launcher has started the others: unset RANK LOCAL_RANK WORLD_SIZE"
+    )
+    timer = threading.Timer(PATIENCE_S, print, [line], {"flush": True})
+    timer.daemon = True
+    if environment.world_size > 1:
+        timer.start()
+    try:
+        yield
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        if "EADDRINUSE" in str(error):
+            raise UsageError(f"the port of {place} is taken", "use another --main_process_port") from None
+        raise RunError(f"the processes did not meet at {place} ({first_line(error)[:200]})") from None
+    finally:
+        timer.cancel()
+
+
 def _exchange(facts: dict[str, Any], environment: Environment) -> list[dict[str, Any]]:
     """Publishes the facts of this machine; returns those of all machines, in order."""
     timeout = timedelta(seconds=ARRIVAL_S)
@@ -99,11 +124,13 @@ def _exchange(facts: dict[str, Any], environment: Environment) -> list[dict[str,
     except dist.DistStoreError:
         raise RunError(
             f"the processes of machine {len(machines)} of {environment.num_machines} did not start within "
-            f"{ARRIVAL_S} s: its own output says why"
+            f"{ARRIVAL_S} s: its output says why"
         ) from None
-    except dist.DistNetworkError:
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" in str(error):
+            raise
         raise RunError(
-            f"machine 0 at {environment.main_address}:{environment.main_port} has gone: its own output says why"
+            f"machine 0 at {environment.main_address}:{environment.main_port} has gone: its output says why"
         ) from None
     return machines
 

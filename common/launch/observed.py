@@ -1,4 +1,4 @@
-"""An Accelerator with the layout of the run, which notes where a recipe asks for what none needs: the processes."""
+"""An Accelerator with the layout of the run. It records where a recipe asks for the number of processes."""
 
 import sys
 from pathlib import Path

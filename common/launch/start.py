@@ -10,7 +10,7 @@ from datetime import timedelta
 from importlib.util import find_spec
 
 import torch
-import torch.distributed.nn  # before a process group exists: else its default arguments keep the group for ever
+import torch.distributed.nn  # before a process group exists: else its default arguments keep the group forever
 from accelerate import Accelerator
 from accelerate.utils import (
     DistributedDataParallelKwargs,
@@ -23,13 +23,13 @@ from accelerate.utils import (
 
 from ..config import RunConfig
 from ..cpu_group import collective_timeout
-from ..environment import Environment, print_once, share_cores, why_no_gpu
+from ..environment import Environment, drop_leftovers, print_once, share_cores, why_no_gpu
 from ..errors import UsageError
 from ..layout import Layout
 from ..parallel.strategies import STRATEGIES, layout_of, main_strategy
 from ..plan import split_batch
 from .checks import launch_checks
-from .machines import agreement
+from .machines import agreement, saying_who_waits
 from .observed import ObservedAccelerator
 
 TYPES_OF_ACCELERATE = {strategy.distributed_type for strategy in STRATEGIES}
@@ -44,7 +44,13 @@ def start(config: RunConfig) -> ObservedAccelerator:
         UsageError: this machine or Accelerate cannot run the config.
     """
     _quiet()
+    drop_leftovers()
     environment = Environment.read()
+    with saying_who_waits(environment):
+        return _join(environment, config)
+
+
+def _join(environment: Environment, config: RunConfig) -> ObservedAccelerator:
     with agreement(environment, config):
         layout = layout_of(environment, config)
         for check in launch_checks(layout):

@@ -17,7 +17,7 @@ READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # of 
 
 class Absent(Tensor):
     """A tensor that was computed from the weights of another stage. In front of its first layer, a stage computes with
-    such tensors, and drops what comes of it. What decides by one, or writes it elsewhere, raises UsageError."""
+    such tensors, and drops the results. Branching on one, or writing it elsewhere, raises UsageError."""
 
     origin: str
     numbers: Tensor
@@ -36,7 +36,7 @@ class Absent(Tensor):
 
     @classmethod
     def weight(cls, weight: Tensor, name: str, device: torch.device, dtype: torch.dtype | None = None) -> "Absent":
-        """What stands for a weight."""
+        """The placeholder of a weight."""
         self: Any = cls(torch.empty((), dtype=dtype or weight.dtype, device=device).expand(weight.shape), name)
         self._is_param = True  # what `isinstance(weight, nn.Parameter)` asks
         return self
@@ -49,7 +49,7 @@ class Absent(Tensor):
     ) -> Any:
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Absent)]
         if READS & {*function.tags}:
-            raise given[0].refusal(f"decides by {given[0].origin}, or what is computed from it")
+            raise given[0].refusal(f"branches on {given[0].origin}, or what is computed from it")
         written = args[0] if function._schema.is_mutable and args else None
         if isinstance(written, Absent) and function._schema.name.endswith("_"):
             return written  # there is nothing to write
@@ -70,7 +70,7 @@ class Absent(Tensor):
 
     @property
     def grad(self) -> Any:
-        """As absent as the weight: a norm of all gradients needs it."""
+        """Also absent, like the weight: a norm of all gradients needs it."""
         return Absent(self, self.origin, self.numbers)
 
     @grad.setter

@@ -1,6 +1,6 @@
 """Cuts the chain of layers of a model into stages, by passes in one process before the run.
 
-1. A pass finds the chain: layers of which each gets the very hidden states that the one before it gave.
+1. A pass finds the chain: layers each of which gets the very hidden states that the one before returned.
 2. A traced pass finds which weights each stage needs.
 3. A rehearsal plays the part of each stage: with the hidden states of the whole model it must give what that gives.
 """
@@ -31,8 +31,8 @@ NOISE = 0.02  # beside the weights in the rehearsal
 
 
 def cut_of(setup: Setup) -> Cut:
-    """The cut of the model of a setup, of which each stage has given what the whole model does. The model, and all that
-    `forward_step` refers to, are afterwards as they were before.
+    """The cut of a setup's model, after each stage has given the same result as the whole model. The model, and
+    everything that `forward_step` refers to, is unchanged afterwards.
 
     Raises:
         UsageError: the model cannot be cut into its stages, or a stage needs more than hidden states.
@@ -109,7 +109,7 @@ class _Call:
 
 
 def find_chain(model: nn.Module, forward: Forward, states: Callable[[], Any]) -> tuple[dict[str, int], list[str]]:
-    """The chain with most weights: layers of which each gets the hidden states that the one before it gave, all of one
+    """The chain with most weights: layers each of which gets the hidden states of the one before, all of one
     shape and type.
 
     Args:
@@ -138,7 +138,7 @@ def find_chain(model: nn.Module, forward: Forward, states: Callable[[], Any]) ->
 
     runs = sorted((run for run in _runs(lists.values(), calls) if len(run) > 1), key=size, reverse=True)
     if not runs:
-        why = "has no list of layers of which each gets what the one before it gave, of the same shape"
+        why = "has no list of layers each of which gets the output of the one before, of the same shape"
         if number := max(Counter(call.name for call in calls).values(), default=1) - 1:
             why = f"calls a layer {number + 1} times in a pass of forward_step"
         raise UsageError(f"{name} {why}", f"use {FALLBACK}")

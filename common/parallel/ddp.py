@@ -1,23 +1,26 @@
 """One process, or DDP: each process holds the whole model."""
 
-from torch import nn
+from collections.abc import Callable
+
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..layout import Layout
 from ..step.engine import Engine
+from ..step.guards import not_used
 from ..step.setup import Setup, compile_if_asked
 from .grid import Division, Part
 from .strategy import Strategy
 
 
 class Ddp(Strategy):
-    """Takes what no other strategy asks for."""
+    """The default: one process or DDP, if no other strategy applies."""
 
     name = "DDP"
     needs_all_weights = True  # DDP waits for the gradient of each
     takes_means = True  # as torch's does; a hook that sums takes 60 µs a step more
     fallback = "--config_file accelerate_configs/single.yaml"
-    cause_in_update = "{optimizer} changes weights in another way in each process: let gradients alone decide"
+    cause_in_update = "{optimizer} changes weights differently in each process: use only gradients"
 
     def title(self, layout: Layout) -> str:
         if layout.sp > 1:
@@ -28,7 +31,27 @@ class Ddp(Strategy):
         division.apply(Part(setup.model, setup.model))
         compile_if_asked(setup.model, setup.plan)
         _let_ddp_send_state_alone(setup.model)
-        return Engine(setup, setup.accelerator.prepare_model(setup.model))
+        engine = Engine(setup, setup.accelerator.prepare_model(setup.model))
+        if isinstance(engine.model, DistributedDataParallel) and not engine.model.find_unused_parameters:
+            engine.after_backward.append(_refuses_missing_gradients(setup.model))
+        return engine
+
+
+def _refuses_missing_gradients(model: nn.Module) -> Callable[[], None]:
+    """What ends the run after a backward pass without the gradient of a weight that had one in the first step. DDP
+    waits for it, and leaves other gradients as they are in each process."""
+    waited: dict[str, Tensor] = {}
+
+    def check() -> None:
+        if not waited:
+            waited.update((name, weight) for name, weight in model.named_parameters() if weight.grad is not None)
+        for name, weight in waited.items():
+            if weight.grad is None:
+                raise not_used(
+                    f"no pass of this step uses {name}, as earlier steps did, and DDP waits for its gradient"
+                )
+
+    return check
 
 
 def _let_ddp_send_state_alone(model: nn.Module) -> None:

@@ -123,9 +123,14 @@ def check_packages(layout: Layout, config: RunConfig) -> None:
 
 
 def check_weights(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """Weights that DeepSpeed would silently cast: all become float32, or with fewer bits in bf16."""
+    """Weights that DeepSpeed would silently cast, to float32 or with fewer bits in bf16, or that it cannot send."""
     kept = (torch.float32, *(LOW_PRECISION if plan.layout.precision != "float32" else ()))
     for name, weight in model.named_parameters():
+        if not weight.ndim:
+            raise UsageError(
+                f"{name} has no dimension, and DeepSpeed cannot send it to the other processes",
+                "use --config_file accelerate_configs/fsdp2.yaml, or make it of shape (1,)",
+            )
         if weight.dtype not in kept and (weight.is_floating_point() or weight.is_complex()):
             raise UsageError(
                 f"{name} is {str(weight.dtype).removeprefix('torch.')}, which DeepSpeed would cast",

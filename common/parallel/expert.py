@@ -1,4 +1,4 @@
-"""Expert parallelism: each process of a group holds some of the experts of each layer, and has samples of its own.
+"""Expert parallelism: each process of a group holds some of the experts of each layer, and has its own samples.
 
 Before the experts, the processes of a group gather all their tokens. Each takes those that the router sends to its own
 experts. Then the outputs are summed, and each process gets those of its tokens back. GShard (Lepikhin et al. 2020) and
@@ -115,7 +115,7 @@ class ExpertGroup:
             self._counts = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
 
     def take_over(self, experts: Any) -> None:
-        """Lets a module of experts that holds its share of the weights compute the tokens of all processes."""
+        """Makes a module of experts that holds its share of the weights compute the tokens of all processes."""
         forward, config = experts.forward, experts.config
         experts.num_experts //= self.size
         experts._is_expert_parallel = True  # an index that is no expert of this process stands for none
@@ -155,7 +155,7 @@ class ExpertGroup:
 
 
 def _divide_tokens(group: TensorGroup, run: Callable[..., Tensor], *values: Tensor) -> Tensor:
-    """What `run` gives for tokens that all processes of a group have; each runs its share of them."""
+    """The result of `run` for tokens that all processes of a group have; each computes its share."""
     own = (group.split(F.pad(each, (0, 0, 0, -len(each) % group.size)).T).T for each in values)
     return group.gather(run(*own).T).T[: len(values[0])]
 

@@ -57,7 +57,7 @@ def load_extensions(names: list[str]) -> None:
                 # Without the builder, which would probe compiler and processor again: 5 s for cpu_adam.
                 builder._loaded_ops[name] = _import_module_from_library(name, str(folder / name), True)
                 continue
-            print("compiling an extension of DeepSpeed, once, about a minute", file=sys.stderr, flush=True)
+            print("compiling a DeepSpeed extension once (about a minute)", file=sys.stderr, flush=True)
             for left in folder.glob(f"{BUILDING}*"):  # by a process that was killed
                 shutil.rmtree(left, ignore_errors=True)
             os.environ["TORCH_EXTENSIONS_DIR"] = building = tempfile.mkdtemp(prefix=BUILDING, dir=folder)

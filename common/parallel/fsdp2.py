@@ -75,7 +75,7 @@ def check_layers(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan)
             f"{', '.join(sorted(present))}",
             "remove the key",
             [Edit("fsdp_transformer_layer_cls_to_wrap", section="fsdp_config")],
-            "then the model's own list counts, _no_split_modules",
+            "then FSDP uses the model's _no_split_modules",
         )
 
 
@@ -124,6 +124,8 @@ class Fsdp2(Strategy):
         if head:  # the backward pass begins with it, before it would be gathered again
             fully_shard(head, **options | {"reshard_after_forward": False})
         fully_shard(part.root, **options)  # what runs: it gathers the rest
+        # To `generate`: all processes take as many passes as the longest answer needs.
+        model._is_fsdp_managed_module = True  # type: ignore[assignment]
         for module in part.root.modules():
             if isinstance(module, FSDPModule):  # not those of before: it has changed their classes
                 module.set_gradient_divide_factor(1.0)
@@ -153,7 +155,7 @@ def _make_float32(model: nn.Module) -> None:
 
 
 def _checkpoint_activations(layers: Sequence[nn.Module], layout: Layout) -> None:
-    """Lets layers compute their activations again in the backward pass, as the config file says."""
+    """Makes layers recompute their activations in the backward pass, as the config file says."""
     if not layout.environment.is_true("fsdp_activation_checkpointing"):
         return
     to_cpu = layout.environment.is_true("fsdp_activation_checkpointing_offload")

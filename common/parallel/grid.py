@@ -87,7 +87,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Part:
-    """What this process runs of a model.
+    """The part of a model that this process runs.
 
     Attributes:
         model: the recipe's, with its names; of a pipeline without the weights of other stages.

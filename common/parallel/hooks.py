@@ -37,7 +37,7 @@ def take_hooks(model: nn.Module, layout: Layout, fallback: str) -> dict[str, lis
 
 
 def give_hooks(engine: Engine, hooks: Mapping[str, Sequence[Hook]]) -> None:
-    """Registers hooks on what stands for these weights in an engine."""
+    """Registers these hooks on the engine's counterparts of the weights."""
     factor, held = engine.plan.layout.num_averaged, engine.saved_tensors() if hooks else {}
     modules = dict(engine.running_modules()) if hooks else {}
     for name, functions in hooks.items():
@@ -91,7 +91,7 @@ def _on_whole(function: Hook, factor: int, gradient: Any) -> Tensor | None:
 
 
 def refuse_numbers_of_shares() -> None:
-    """Lets `float()` and `.item()` of a divided tensor raise UsageError: torch gives that of this process's share."""
+    """Makes `float()` and `.item()` of a divided tensor raise UsageError: torch returns that of the share."""
     from torch.distributed.tensor import DTensor
 
     def number(operation: Any, args: Any, kwargs: Any) -> Any:

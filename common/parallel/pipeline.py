@@ -232,7 +232,7 @@ class PipelineEngine(Engine):
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, number: int) -> Values:
-        """As the first stages wait for nothing but the next one, several batches are on their way at a time."""
+        """Several batches are under way at a time, because the first stages wait only for the next one."""
         hidden, result = torch.empty(0), Values()
         with restore_generators(self.device):
             shape = self._shape_of(batch, number)

@@ -42,7 +42,7 @@ SCHEDULES = {
 
 @dataclass(frozen=True)
 class Cost:
-    """What a schedule costs, if a forward pass through all layers of a process takes 1, and a backward pass 2.
+    """The cost of a schedule, if a forward pass through all layers of a process takes 1, and a backward pass 2.
 
     Attributes:
         idle: share of the time of a step in which the busiest process waits.

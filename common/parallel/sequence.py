@@ -81,13 +81,13 @@ class SequenceGroup:
 
 
 class DividesSequences(Protocol):
-    """What a model offers as its attribute `sequence_parallel`, to be trained on slices of samples."""
+    """The attribute `sequence_parallel` of a model that trains on slices of samples."""
 
     def check(self, size: int) -> None:
         """Raises UsageError if `size` processes cannot share the tokens of a sample."""
 
     def divide(self, group: SequenceGroup) -> None:
-        """Lets the model's forward compute on slices. It still takes whole samples, and returns whole losses."""
+        """Makes the model's forward pass compute on slices. It still takes whole samples, and returns whole losses."""
 
 
 def divider_of(model: nn.Module, size: int) -> DividesSequences:

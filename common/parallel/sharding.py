@@ -1,4 +1,4 @@
-"""What FSDP2 gathers at a time, for how long, and where shards lie: what the strategies that run such layers ask."""
+"""What FSDP2 gathers at a time, for how long, and where shards are, for the strategies that run such layers."""
 
 from collections.abc import Container, Sequence
 

@@ -45,7 +45,7 @@ class Cut:
 
 
 def hidden_states(*args: Any, **named: Any) -> Any:
-    """What a layer of a chain gets from the one before it: its first argument."""
+    """The hidden states that a layer of a chain gets from the one before: its first argument."""
     return args[0] if args else next(iter(named.values()), None)
 
 
@@ -72,7 +72,7 @@ def leave_before_layers(run: Run, model: nn.Module, is_entry: bool = False) -> T
 
 
 class _StageOnly(TorchDispatchMode):
-    """Refuses collectives with processes of other stages, which take other passes: all would wait for ever."""
+    """Refuses collectives with processes of other stages, which take other passes: all would wait forever."""
 
     def __init__(self, ranks: Collection[int]):
         super().__init__()
@@ -226,7 +226,7 @@ def _other_path(what: str) -> UsageError:
 
 
 def _nothing_of(name: str) -> Callable[..., Any]:
-    """What stands for a layer before the last one of the stages before this one."""
+    """Replaces a layer of an earlier stage, other than its last."""
 
     def forward(*args: Any, **named: Any) -> Any:
         hidden = hidden_states(*args, **named)
@@ -268,7 +268,7 @@ def is_absent(module: nn.Module) -> bool:
 
 
 def _make_absent(layer: nn.Module, forward: Callable[..., Any], num_outputs: int, here: Collection[nn.Module]) -> None:
-    """Lets a layer give other hidden states, without the user's hooks, which belong to the stage that has it. It may
+    """Makes a layer return other hidden states, without the user's hooks, which belong to the stage that has it. It may
     share modules with layers that are here."""
     for module in layer.modules():
         module._of_another_stage = module not in here  # type: ignore[assignment]

@@ -24,7 +24,7 @@ from .operations import watched
 from .pipeline import PIPELINE
 from .sequence import SEQUENCE
 from .strategy import ModelCheck, Strategy
-from .tensor import TENSOR
+from .tensor import TENSOR, average_whole_weights
 
 # One line each. The first one of a layout that wraps a model wraps it; and they divide it in this order: each divides
 # what those before it have left.
@@ -78,8 +78,7 @@ def main_strategy(layout: Layout) -> Strategy:
 
 
 def model_checks(layout: Layout) -> list[ModelCheck]:
-    """What a run refuses of a model or an optimizer: it raises the first refusal, `accelerate-recipes doctor` asks for
-    all of them."""
+    """The refusals of a model or optimizer. A run raises the first; `accelerate-recipes doctor` lists all."""
     return [check_optimizer, *(check for strategy in strategies_of(layout) for check in strategy.model_checks)]
 
 
@@ -119,8 +118,11 @@ def prepare(setup: Setup) -> Engine:
     """Wraps model and optimizer for the run's layout. `check_trainable` has accepted them."""
     layout = setup.plan.layout
     hooks = take_hooks(setup.model, layout, main_strategy(layout).fallback)
-    engine = main_strategy(layout).wrap(setup, Division(setup, strategies_of(layout)))
+    division = Division(setup, strategies_of(layout))
+    engine = main_strategy(layout).wrap(setup, division)
     give_hooks(engine, hooks)
+    if layout.tp > 1 and setup.accelerator.device.type != "cpu":  # a CPU gives the same bits
+        average_whole_weights(engine, division.grid.mesh["tp"].get_group())
     if layout.tp > 1 or layout.dp_shard > 1:
         refuse_numbers_of_shares()
     if layout.tp * layout.sp > 1 and not setup.plan.config.compile:

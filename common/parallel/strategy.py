@@ -55,8 +55,9 @@ class Strategy:
     fallback: ClassVar[str] = "--config_file accelerate_configs/ddp.yaml"
     cause_at_once: ClassVar[str] = ""
     cause_in_update: ClassVar[str] = (
-        "{optimizer} does not get each weight whole, or keeps weights beside param_groups and state; or forward_step "
-        "takes gradients itself, as a penalty does: use {fallback}"
+        "{optimizer} does not get each weight whole, or keeps weights beside param_groups and state; or a hook finds "
+        "weights by id(p), and the config makes new ones; or forward_step takes gradients itself, as a penalty does: "
+        "use {fallback}"
     )
 
     def is_requested(self, layout: Layout) -> bool:
@@ -64,19 +65,19 @@ class Strategy:
         return bool(self.axis) and getattr(layout, self.axis) > 1
 
     def title(self, layout: Layout) -> str:
-        """For the terminal; "" if there is nothing to say."""
+        """The name for the terminal; "" if there is nothing to say."""
         return f"{self.name} {getattr(layout, self.axis)}"
 
     def rehearse(self, layout: Layout, timeout: timedelta) -> None:
-        """Lets Accelerate run this strategy on the CPU. By default Accelerate would silently turn FSDP into DDP, refuse
-        tensor parallelism, start DeepSpeed on a missing backend, or run each process alone."""
+        """Makes Accelerate run this strategy on the CPU. By default Accelerate would silently turn FSDP into DDP,
+        refuse tensor parallelism, start DeepSpeed on a missing backend, or run each process alone."""
         os.environ["ACCELERATE_USE_CPU"] = "true"
 
     def after_start(self) -> None:
         """Called when the processes have joined."""
 
     def plan(self, setup: Setup) -> Any:
-        """What `divide` needs to know of the whole model, which `model_checks` have accepted. The main process alone
+        """What `divide` needs to know about the whole model, which `model_checks` accepted. Only the main process
         calls it. Raises UsageError if this strategy cannot divide it."""
 
     def divide(self, part: Part, plan: Any, grid: Grid) -> None:

@@ -2,12 +2,16 @@
 
 from collections.abc import Mapping
 
+import torch
+from torch import distributed as dist
+
 from ..alone.passes import passes_alone
 from ..config import RunConfig
 from ..errors import Edit, UsageError
 from ..layout import Layout
 from ..step.engine import Engine
 from ..step.setup import Setup, compile_if_asked
+from ..weights.shards import local
 from .derive import PACKS, derive
 from .grid import Division, Grid, Part
 from .sharding import sharded_layers
@@ -49,8 +53,9 @@ class TensorParallel(Strategy):
                 plan = derive(model, lambda: forward(model), layout.tp, PACKS if packs else PACKS[:1])
             if not plan:
                 raise UsageError(
-                    f"{why_not}, and none can be derived: no two linear layers follow each other without a layer "
-                    "between them that needs all features",
+                    f"{why_not}, and none can be derived: that takes two linear layers in a row, which share no weight "
+                    "with others, have no layer between them that needs all features, and are not differentiated in "
+                    "the forward pass",
                     "use --config_file accelerate_configs/fsdp2.yaml",
                 )
             which, why = f"{why_not}: a derived one", "all features are needed"
@@ -72,6 +77,25 @@ class TensorParallel(Strategy):
         division.apply(Part(model, model))
         # As for evaluation, so that Accelerate adds mixed precision alone. For training it would wrap the model in DDP.
         return Engine(setup, setup.accelerator.prepare_model(model, evaluation_mode=True))
+
+
+def average_whole_weights(engine: Engine, group: dist.ProcessGroup) -> None:
+    """Lets the processes of a tensor-parallel group take the same update of the weights that each of them holds. Each
+    computes their gradients by itself, and kernels of GPUs add in no fixed order: without this they drift apart."""
+    ranks, tensors = {*dist.get_process_group_ranks(group)}, engine.saved_tensors()
+    held = [keys for holders, keys in engine.replicas.shared.items() if ranks <= {*holders}]
+    weights = [tensors[name] for keys in held for name, _ in keys]
+
+    def average() -> None:
+        gradients = [local(weight.grad) for weight in weights if weight.grad is not None]
+        for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+            like = [gradient for gradient in gradients if gradient.dtype == dtype]
+            flat = torch.cat([gradient.flatten() for gradient in like])
+            dist.all_reduce(flat, group=group)
+            means = (flat / len(ranks)).split([gradient.numel() for gradient in like])
+            torch._foreach_copy_(like, [mean.view_as(gradient) for mean, gradient in zip(means, like)])
+
+    engine.after_backward.append(average)
 
 
 TENSOR = TensorParallel()

@@ -50,7 +50,7 @@ def width_of(module: Any, end: int) -> int:
 
 
 def shared_layers(modules: Mapping[str, nn.Module]) -> set[str]:
-    """Names of the modules that have a weight which another one has, too."""
+    """The names of modules that share a weight with another one."""
     own = {name: [*module.parameters(recurse=False)] for name, module in modules.items()}
     owners = Counter(weight for weights in own.values() for weight in weights)
     return {name for name, weights in own.items() if any(owners[weight] > 1 for weight in weights)}
@@ -62,7 +62,7 @@ def kind_of(name: str) -> str:
 
 
 def what_is_divided(model: nn.Module, size: int, plan: Mapping[str, str], why: str) -> str:
-    """For the terminal: the share of the weights that a plan divides, and the largest layers that it leaves whole.
+    """The share of the weights that a plan divides, and the largest layers that it leaves whole, for the terminal.
 
     Args:
         model: whole.

@@ -143,7 +143,7 @@ def divide_weight(module: nn.Module, key: str, mesh: DeviceMesh, placements: Seq
 
 @contextmanager
 def other_weights(module: nn.Module, change: Change, without: str = "") -> Iterator[None]:
-    """Lets a module see its weights as `change` gives them in the `with` block, and one of them as None."""
+    """Within the `with` block a module sees its weights as changed by `change`, and one of them as None."""
     held = dict(module._parameters)
     seen: Any = {key: None if weight is None or key == without else change(weight) for key, weight in held.items()}
     module._parameters.update(seen)

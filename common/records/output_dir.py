@@ -43,7 +43,7 @@ class OutputDir:
     | checkpoints or a model | `--overwrite_output_dir` | marks it with `starts_over`, moves each to a `previous/` |
     | checkpoints | `latest` | goes on; later ones are damaged: they are renamed |
     | checkpoints | a path in the folder | goes on from there; later ones move to `previous/` |
-    | `starts_over`, of an interrupted run | `latest` | starts anew |
+    | `starts_over`, of an interrupted run | `latest` | starts over |
     | `model/` of a run that is done | `latest`, without more steps | has nothing to do |
 
     `previous/` goes when the run is done; `starts_over` when its run card is written.
@@ -170,7 +170,7 @@ class OutputDir:
             self._lock = FileLock(self.path / ".lock")
             self._lock.acquire(timeout=0)
         except FileExistsError:  # a file, or a link that leads nowhere
-            return f"--output_dir {self.path} is no folder: use another"
+            return f"--output_dir {self.path} is not a folder: use another"
         except Timeout:
             return f"another run writes to {self.path}: wait for it, or use another --output_dir"
         if (problem := self._question()) is not None:
@@ -194,11 +194,11 @@ class OutputDir:
         if resumes_from_elsewhere(self.config):
             return (
                 f"{self.path} holds {held} of a different run than {resumed}: use --resume_from_checkpoint latest "
-                "to go on from there, --overwrite_output_dir to replace it, or another --output_dir"
+                "to continue from there, --overwrite_output_dir to replace it, or another --output_dir"
             )
         if resumed is None:
             return (
-                f"{self.path} holds {held} of an earlier run: use --resume_from_checkpoint latest to go on, "
+                f"{self.path} holds {held} of an earlier run: use --resume_from_checkpoint latest to continue, "
                 "--overwrite_output_dir to start over, or another --output_dir"
             )
         return None

@@ -205,7 +205,7 @@ class Recorder:
             hidden = ("step", *(name for name in record if SHARE + OF in name))
             shown = [f"{name} {_short(value)}" for name, value in record.items() if name not in hidden]
         else:
-            # What evaluations do not report are parts of it, such as the sums of a ratio; metrics.jsonl has them.
+            # Evaluations do not report its parts, such as the sums of a ratio; metrics.jsonl has them.
             names = {"loss"} | {name.rpartition("/")[2] for name in self.last_metrics if name.startswith("eval/")}
             names -= {name for name in names if SHARE + OF in name}
             own = {name.removeprefix("train/"): value for name, value in record.items() if name.startswith("train/")}

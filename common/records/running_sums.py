@@ -84,10 +84,10 @@ def _check_replicas(engine: Engine, rows: list[float], step: int) -> None:
         return
     folder, agreed = engine.plan.config.output_dir, engine.replicas.agreed
     earlier = [path for number, path in checkpoints(folder) if number <= agreed]
-    advice = f"; use --resume_from_checkpoint {earlier[-1]} to go on from there" if earlier else ""
+    advice = f"; use --resume_from_checkpoint {earlier[-1]} to continue from there" if earlier else ""
     raise DriftError(
-        f"after step {step} {difference}; they agreed after step {agreed}. A weight that is unfrozen late, a change of "
-        f"weights in one process, a gradient beside forward_step, or bad memory does that{advice}"
+        f"after step {step} {difference}; they agreed after step {agreed}. Likely cause: a weight unfrozen late, "
+        f"a change of weights in one process, a gradient outside forward_step, or bad memory{advice}"
     )
 
 

@@ -1,7 +1,7 @@
 """A loss that compares the samples of the global batch: two passes per step, as in GradCache (Gao et al. 2021), so that
 activations take the memory of one micro-batch."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -126,11 +126,22 @@ def first_pass(
 
 def put(rows: Values, index: int, num: int, values: Values) -> None:
     """Makes these values row `index` of `rows`, of shape (num, ...). The first call makes the room: small tensors that
-    outlive each pass would lie between the activations of the next ones, and its memory would grow."""
+    outlive each pass would lie between the activations of the next ones, and its memory would grow. Predictions may
+    have other sizes in each pass."""
     for name, value in values.items():
         if name not in rows:
             rows[name] = value.new_empty((num, *value.shape))
+        if value.shape != (old := rows[name].shape[1:]):
+            sizes = [*map(max, value.shape, old)]
+            rows[name], value = widened(rows[name], sizes), widened(value, sizes)
         rows[name][index] = value
+
+
+def widened(value: Tensor, sizes: Sequence[int]) -> Tensor:
+    """A tensor with these sizes of its last dimensions: -100 fills it up, as in labels of transformers; in booleans
+    False, and in unsigned integers 0."""
+    missing = [each for new, old in zip(reversed(sizes), reversed(value.shape)) for each in (0, new - old)]
+    return nn.functional.pad(value, missing, value=-100 if value.dtype.is_signed else 0)
 
 
 def gather(accelerator: Accelerator, layout: Layout, rows: Tensor) -> Tensor:

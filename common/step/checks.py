@@ -1,4 +1,4 @@
-"""What no layout can train, as far as it shows before a step."""
+"""Refuses what no layout can train, if that shows before a step."""
 
 import difflib
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ def check_given(model: Any, optimizer: Any, given: Mapping[str, Any] = MappingPr
         raise UsageError(f"the accelerator is {_named(given['accelerator'])}: use accelerator = start(config)")
     if not isinstance(model, nn.Module):
         raise UsageError(
-            f"the model is {_named(model)}", "expected one torch.nn.Module, which holds all that is trained"
+            f"the model is {_named(model)}", "expected one torch.nn.Module that holds everything you train"
         )
     options, known = given.get("options", {}), FitOptions.__annotations__
     if unknown := [name for name in options if name not in known]:
@@ -40,14 +40,14 @@ def check_given(model: Any, optimizer: Any, given: Mapping[str, Any] = MappingPr
     prepared = [part for part in (model, optimizer) if getattr(part, "_is_accelerate_prepared", False)]
     if prepared or isinstance(optimizer, AcceleratedOptimizer):
         name = type(prepared[0] if prepared else optimizer).__name__
-        raise UsageError(f"{name} was prepared already, which fit does itself", "remove accelerator.prepare(...)")
+        raise UsageError(f"{name} is already prepared, which fit does itself", "remove accelerator.prepare(...)")
     if hasattr(model, "_orig_mod"):  # of torch.compile(model), whose weights have other names
         raise UsageError("the model is compiled", "give fit the one before torch.compile, and use --compile")
     wrapped = any(isinstance(module, DataParallel | DistributedDataParallel) for module in model.modules())
     if wrapped or any(map(is_divided, model.parameters())):
         raise UsageError(
-            f"{type(model).__name__} was wrapped for several processes already, which fit does itself",
-            "give fit the model as it was before",
+            f"{type(model).__name__} is already wrapped for several processes, which fit does itself",
+            "give fit the model without the wrapper",
         )
     _check_is_optimizer(optimizer)
 
@@ -98,5 +98,5 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Pl
 
 
 def sizes_that_divide(number: int) -> str:
-    """For messages: the sizes of groups that can share so many heads or experts."""
+    """The sizes of groups that can share so many heads or experts, for messages."""
     return ", ".join(str(size) for size in range(2, number + 1) if number % size == 0)

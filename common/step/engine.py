@@ -1,6 +1,6 @@
 """Takes optimizer steps, `Engine.step`, and holds their state."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -70,6 +70,7 @@ class Engine:
         replicas: the comparison of what several processes hold of the same weights.
         trained: whether gradients reach the weights, and steps move them.
         shares: of this process's micro-batches in the loss of the global batch; of the last step with a first pass.
+        after_backward: called in each step when the gradients are there, before anything reads or clips them.
         row: of the micro-batch whose forward pass began last, among those of all processes.
         rounds_weights: whether the first step finds other weights than the model had, because they were rounded.
     """
@@ -87,6 +88,7 @@ class Engine:
         forward_step, self.batch_loss = setup.check_functions()
         self.forward_step = forward_step if setup.watched is None else setup.watched(forward_step)
         self.shares: list[Share] = []
+        self.after_backward: list[Callable[[], None]] = []
         self.numbers, self.replicas, self.trained = Numbers(self._own_optimizer), Replicas(self), Trained(self)
         model.train()  # a pretrained model arrives in evaluation mode
         for group in optimizer.param_groups:
@@ -107,6 +109,8 @@ class Engine:
         scale, weight = self._loss_scale(micro_batches)
         self._first_pass(number, micro_batches)
         losses, metrics = self._backward(number, micro_batches, scale)
+        for look in self.after_backward:
+            look()
         grad_norm, skipped = self._update(number, wants_norm)
         if self.ema is not None and not skipped:
             self.ema.update()
@@ -166,17 +170,17 @@ class Engine:
         return self.forward_step(self.model, batch, number)
 
     def share_values(self, values: Values) -> Values:
-        """Those of `evaluate`, of one batch or several, in all processes with the same samples."""
+        """The values of `evaluate`, for one batch or several, in all processes with the same samples."""
         return dict(self._of_all_stages(values))
 
     def _loss_scale(self, micro_batches: Sequence[Batch]) -> tuple[Tensor, Tensor | float]:
         """(1 / the weight of the global batch, which losses are multiplied by; the weight of this process's samples).
-        Where a wrapper takes the mean of gradients in place of the sum, the first makes up for it."""
+        If a wrapper averages gradients instead of summing them, the first compensates for it."""
         plan, layout = self.plan, self.plan.layout
         if "weight" not in micro_batches[0]:
             return self._mean_scale, plan.config.batch_size / layout.data_parallel_size
         weight = torch.stack([batch["weight"].sum() for batch in micro_batches]).sum()
-        # Of the processes with the same samples, the first one counts them.
+        # The first of the processes with the same samples counts them.
         total = self.accelerator.reduce(weight * (layout.rank % layout.model_parallel_size == 0), "sum")
         # A total of 0 has losses of 0; divided by it, they would not be numbers.
         return self._num_averaged / total.where(total > 0, 1), weight
@@ -338,10 +342,21 @@ class Engine:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Puts a model into evaluation mode for the `with` block."""
     _set_training(model, False)
+    vars(model).update(reached := _to_generate(model))
     try:
         yield
     finally:
+        for name in reached:
+            del vars(model)[name]
         _set_training(model, True)
+
+
+def _to_generate(model: nn.Module) -> dict[str, Any]:
+    """What a model lacks for `model.generate` and `model.module.generate`: DDP has one, a bare one the other."""
+    if hasattr(model, "generate"):
+        return {} if hasattr(model, "module") else {"module": model}
+    generate = getattr(getattr(model, "module", None), "generate", None)
+    return {} if generate is None else {"generate": generate}
 
 
 def _set_training(model: nn.Module, training: bool) -> None:

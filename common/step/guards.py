@@ -52,7 +52,7 @@ def _sizes(module: nn.Module, weights: set[nn.Parameter], name: str = "") -> dic
 
 
 def knows_what_is_trained(model: nn.Module, values_of: NumberedStep) -> NumberedStep:
-    """Wraps `forward_step` to raise UsageError if the set of weights that want a gradient changes: the processes learn
+    """Wraps `forward_step` to raise UsageError if the set of weights with requires_grad changes: the processes learn
     it when they wrap the model, and would not exchange the gradients of other weights."""
     layers = [layer._parameters for layer in model.modules() if layer._parameters]
 
@@ -66,9 +66,9 @@ def knows_what_is_trained(model: nn.Module, values_of: NumberedStep) -> Numbered
         values = values_of(model, batch, number)
         if torch.is_grad_enabled() and trained() != first:
             raise UsageError(
-                f"the weights that want a gradient are not those of the start in step {number + 1}, and the processes "
-                "would not exchange the gradients of new ones: set requires_grad before fit, and train each phase in a "
-                "run of its own, or use --config_file accelerate_configs/single.yaml"
+                f"the weights with requires_grad differ from those at the start in step {number + 1}, and the "
+                "processes would not exchange the gradients of new ones: set requires_grad before fit, and train each "
+                "phase in its own run, or use --config_file accelerate_configs/single.yaml"
             )
         return values
 
@@ -149,8 +149,8 @@ def check_same_start(
     digests, found = zip(*group.all_gather((digest, changing)))
     for kind in filter(None, found):
         raise UsageError(
-            f"sample 0 of the {kind} set has another content when it is read again: let the set draw from the "
-            "generators of torch, numpy or random, which are seeded for each sample, and not from one of its own"
+            f"sample 0 of the {kind} set changes when it is read again: draw from the generators of torch, numpy or "
+            "random, which are seeded for each sample, not from one of your own"
         )
     if len(set(digests)) == 1:
         return
@@ -158,8 +158,8 @@ def check_same_start(
     for rank, other in enumerate(others, start=1):
         for what in [name for name in {**first, **other} if first.get(name) != other.get(name)]:
             raise UsageError(
-                f"process {rank} starts with another value of {what} than process 0: build the same model and data in "
-                "each process; start(config) gives all processes the same seed, so do not seed by rank"
+                f"process {rank} starts with a different value of {what} than process 0: build the same model and "
+                "data in each process; start(config) gives all processes the same seed, so do not seed by rank"
             )
 
 

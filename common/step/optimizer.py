@@ -1,4 +1,4 @@
-"""What happens to the optimizer of a recipe: its kernels, the weights in its parameter groups, and its steps."""
+"""The optimizer of a recipe: its kernels, the weights in its parameter groups, and its steps."""
 
 import math
 import traceback
@@ -18,8 +18,8 @@ FUSED_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 
 
 def choose_fused_kernels(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:
-    """Lets an optimizer of torch update all weights in one kernel, where torch 2.13 has one that gives the same result.
-    Leaves the choice of the recipe, if it made one."""
+    """Makes an optimizer of torch update all weights in one kernel, if torch 2.13 has one with the same result. Keeps
+    the recipe's choice, if it made one."""
     kind, options, groups = type(optimizer), optimizer.defaults, optimizer.param_groups
     weights = [weight for group in groups for weight in group["params"]]
     chosen = any(options.get(name) is not None for name in ("fused", "foreach"))

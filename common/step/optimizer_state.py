@@ -1,4 +1,4 @@
-"""What an optimizer keeps: tensors, numbers in its parameter groups and state, and attributes of its own."""
+"""The state of an optimizer: tensors, numbers in its parameter groups and state, and its own attributes."""
 
 from collections.abc import Mapping
 from typing import Any

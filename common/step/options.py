@@ -11,7 +11,7 @@ from .batch_loss import BatchLossFn
 
 
 class FitOptions(TypedDict, total=False):
-    """What a recipe may tell `fit` beside what each run needs, by keyword.
+    """The options of `fit`, passed by keyword.
 
     Attributes:
         summarize: means over an evaluation set -> metrics to report.
@@ -19,7 +19,9 @@ class FitOptions(TypedDict, total=False):
         flops_per_sample: floating-point operations of a forward and backward pass; adds `mfu`, the
             share of the GPUs' peak rate, to records if that peak is known.
         examples: {name: the values of `forward_step` for each sample of an evaluation set, in its
-            order} -> more metrics, such as an F1 score. Integers, such as class ids, have no mean then.
+            order} -> more metrics, such as an F1 score. Integers, such as class ids, have no mean then, and
+            values but the loss may have more dimensions, whose sizes may differ from batch to batch, such as
+            generated answers: -100 fills them up to the longest, False in booleans.
             With `batch_loss`, its metrics are among the values.
         collate_fn: samples -> batch, such as `pad_to_longest()`.
         sampler: (epoch, generator) -> order of sample ids in this epoch; the same length in each.

@@ -1,4 +1,4 @@
-"""Whether processes that hold the same weights still agree, while a run goes on."""
+"""Checks during a run whether processes that hold the same weights still agree."""
 
 import zlib
 from collections.abc import Mapping, Sequence
@@ -49,14 +49,14 @@ class Replicas:
         accelerator = self._engine.accelerator
         rows = torch.zeros(accelerator.num_processes, MOST, 2, dtype=torch.float64, device=accelerator.device)
         if self._compares:
-            for column, keys in enumerate([*self._shared.values()][:MOST]):
+            for column, keys in enumerate([*self.shared.values()][:MOST]):
                 rows[accelerator.process_index, column, 0] = zlib.crc32(repr(keys).encode())
                 rows[accelerator.process_index, column, 1] = sum_of_sums([bits[name] for name, _ in keys], rows.device)
         return rows
 
     def drift(self, rows: Sequence[float], step: int) -> str | None:
-        """Which process holds another weight than which; None if none does. The same in all processes, and a collective
-        if bits differ.
+        """Which process holds a different weight than which; None if all are equal. The same in all
+        processes, and a collective if bits differ.
 
         Args:
             rows: the sum of what `rows` returned in all processes, flat.
@@ -69,7 +69,7 @@ class Replicas:
         return None
 
     @cached_property
-    def _shared(self) -> dict[Sequence[int], list[Key]]:
+    def shared(self) -> dict[Sequence[int], list[Key]]:
         """{ranks of the processes that hold them: shards of weights, of which this process is not the only holder}"""
         found: dict[Sequence[int], list[Key]] = {}
         for name, tensor in self._engine.saved_tensors().items():
@@ -83,7 +83,7 @@ class Replicas:
         """Compares weight by weight. A collective."""
         rank, tensors, own = self._engine.accelerator.process_index, self._engine.saved_tensors(), self._engine.bits()
         group = CpuGroup(self._engine.plan.config.hang_timeout)  # the whole weights below may not fit on a GPU
-        bits = group.all_gather({key: int(own[key[0]]) for keys in self._shared.values() for key in keys})
+        bits = group.all_gather({key: int(own[key[0]]) for keys in self.shared.values() for key in keys})
         for key in dict.fromkeys(key for own in bits for key in own):
             first, *others = [number for number, own in enumerate(bits) if key in own]
             for other in [number for number in others if bits[number][key] != bits[first][key]]:
@@ -91,7 +91,7 @@ class Replicas:
                 values = group.all_gather(held)
                 size = relative_distance(values[other], values[first])
                 if not size <= ROUNDING:
-                    return f"process {other} holds another {key[0]} than process {first}, by {size:.1e} of its size"
+                    return f"process {other} holds a different {key[0]} than process {first}, by {size:.1e} of its size"
         self._compares = False
         self._engine.accelerator.print(
             "the processes round differently, as processors of several kinds do: their weights are no longer compared"
@@ -108,7 +108,7 @@ def sum_of_sums(sums: Sequence[Tensor], device: torch.device) -> Tensor:
 def sum_of_bits(tensor: Tensor) -> Tensor:
     """The bits of a tensor, added up as int64, 0-dim. A sum of whole numbers does not depend on the order."""
     flat = tensor.contiguous().view(-1).view(torch.uint8)
-    if flat.storage_offset() % 8:  # a view as int64 starts at a multiple of 8 bytes
-        flat = flat.clone()
+    flat = flat.clone() if flat.storage_offset() % 8 else flat  # a view as int64 starts at a multiple of 8 bytes
     end = len(flat) // 8 * 8
-    return flat[:end].view(torch.int64).sum() + flat[end:].sum(dtype=torch.int64)
+    total = flat[:end].view(torch.int64).sum()
+    return total if end == len(flat) else total + flat[end:].sum(dtype=torch.int64)  # an operation less for most

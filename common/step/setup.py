@@ -1,26 +1,29 @@
-"""What takes the steps of a run, before it is wrapped, and what several strategies do with it."""
+"""The model and optimizer of a run before they are wrapped, and what several strategies do with them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import convert_to_fp32
 from torch import nn
 
+from ..config import RunConfig
 from ..data.batches import fetch
-from ..data.sets import Batch, ForwardStep, MapDataset, NumberedStep
+from ..data.mixture import by_source
+from ..data.sets import Batch, ForwardStep, MapDataset, NumberedStep, check_datasets
 from ..plan import Plan
 from ..seeds import CPU, restore_generators
 from .batch_loss import BatchLoss, BatchLossFn
 from .guards import knows_what_is_trained
+from .options import FitOptions
 from .values import check_values
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What takes the steps of a run, before `prepare`.
+    """The model, the optimizer and what else takes the steps of a run, before `prepare`.
 
     Attributes:
         accelerator: from `start(config)`.
@@ -29,7 +32,9 @@ class Setup:
         forward_step: as for `fit`.
         plan: of the run.
         batch_loss: as for `fit`.
-        train_set: for passes before the run; None: there are none.
+        train_set: with its `collate_fn`; None: there are no passes before the run.
+        eval_sets: {name: evaluation set}; the name of a single one is "".
+        options: of `fit`.
         plans: {strategy: how it will divide the model}; one that is there already is not found again.
         watched: `forward_step` -> one that an observer watches; None: nobody does.
     """
@@ -40,20 +45,41 @@ class Setup:
     forward_step: ForwardStep
     plan: Plan
     batch_loss: BatchLossFn | None = None
-    train_set: MapDataset | None = None
+    train_set: Any = None
+    eval_sets: Mapping[str, MapDataset] = field(default_factory=dict)
+    options: FitOptions = field(default_factory=FitOptions)
     plans: Mapping[str, Any] = field(default_factory=dict)
     watched: Callable[[NumberedStep], NumberedStep] | None = None
 
+    @classmethod
+    def of(
+        cls,
+        accelerator: Any,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        forward_step: ForwardStep,
+        train_set: MapDataset,
+        eval_set: MapDataset | Mapping[str, MapDataset],
+        config: RunConfig,
+        **options: Unpack[FitOptions],
+    ) -> "Setup":
+        """What the arguments of `fit` describe. Raises UsageError for data or sizes that no run can use."""
+        forward_step, sampler = by_source(train_set, eval_set, forward_step, options.get("sampler"))
+        train_set, eval_sets = check_datasets(train_set, eval_set, options.get("collate_fn"))
+        plan = Plan.of(config, accelerator.layout, len(train_set), options.get("schedule"), sampler)
+        loss = options.get("batch_loss")
+        return cls(accelerator, model, optimizer, forward_step, plan, loss, train_set, eval_sets, options)
+
     def first_batch(self, size: int | None = None) -> Batch:
         """The first micro-batch of the run, or so many samples of it, on the CPU, the same in all processes."""
-        assert self.train_set is not None
         epoch, ids = next(self.plan.global_micro_batches(0))
         with restore_generators(CPU):
             return fetch(self.train_set, ids[:size].tolist(), self.plan.config.seed, epoch)
 
     def check_functions(self) -> tuple[NumberedStep, BatchLoss | None]:
         """(forward_step, batch_loss), which raise UsageError for wrong results."""
-        forward_step = check_values(self.forward_step, self.plan.micro_batch_size, self.batch_loss is not None)
+        size, keeps = self.plan.micro_batch_size, "examples" in self.options or self.plan.config.save_predictions
+        forward_step = check_values(self.forward_step, size, self.batch_loss is not None, keeps)
         if self.plan.layout.num_processes > 1:
             forward_step = knows_what_is_trained(self.model, forward_step)
         if self.batch_loss is None:

@@ -9,11 +9,14 @@ from ..data.sets import Batch, ForwardStep, NumberedStep, as_numbered_step
 from ..errors import UsageError
 
 
-def check_values(forward_step: ForwardStep, size: int, has_batch_loss: bool = False) -> NumberedStep:
+def check_values(
+    forward_step: ForwardStep, size: int, has_batch_loss: bool = False, has_examples: bool = False
+) -> NumberedStep:
     """Wraps `forward_step` to raise UsageError unless each metric has one value for each of `size` samples, and all
     calls return the same names: those in training, and those in evaluation, which may have metrics of its own. Orders
     the names, so that all processes sum up the same metrics. With a `batch_loss`, the values may have more dimensions,
-    of the same sizes in all calls."""
+    of the same sizes in all calls; so may predictions, whose sizes may differ from call to call. With `examples`,
+    numbers may be predictions, too, such as probabilities."""
     known: dict[tuple[bool, bool], dict[str, torch.Size]] = {}  # {(in training, with gradients): shapes}
     values_of = as_numbered_step(forward_step)
 
@@ -24,7 +27,7 @@ def check_values(forward_step: ForwardStep, size: int, has_batch_loss: bool = Fa
         if has_batch_loss:
             _check_values(values, size)
         else:
-            check_metrics(values, size, "forward_step")
+            check_metrics(values, size, "forward_step", has_examples)
         if not shapes:
             shapes.update(
                 {name: values[name].shape for name in sorted(values, key=lambda name: (name != "loss", name))}
@@ -35,7 +38,8 @@ def check_values(forward_step: ForwardStep, size: int, has_batch_loss: bool = Fa
                 "names for each batch; evaluation (not model.training) may have names of its own"
             )
         for name, value in values.items():
-            if value.shape != shapes[name]:
+            expected = shapes[name] if has_batch_loss else shapes[name][:1]
+            if value.ndim != len(shapes[name]) or value.shape[: len(expected)] != expected:
                 raise UsageError(
                     f'"{name}" has shape {tuple(value.shape)}, and {tuple(shapes[name])} in another batch: return one '
                     "shape for each batch, such as a mean over the tokens"
@@ -45,16 +49,18 @@ def check_values(forward_step: ForwardStep, size: int, has_batch_loss: bool = Fa
     return checked_values
 
 
-def check_metrics(values: Any, size: int, source: str) -> None:
+def check_metrics(values: Any, size: int, source: str, has_examples: bool = False) -> None:
     """Raises UsageError unless `source` returned {metric: one value for each of `size` samples}, with a "loss".
-    Integers and booleans may have more dimensions: they are predictions, such as the class of each pixel."""
+    Integers and booleans may have more dimensions: they are predictions, such as the class of each pixel. So may
+    other values than the loss if something makes use of them, `examples`."""
     if not isinstance(values, dict) or "loss" not in values:
         given = ", ".join(values) if isinstance(values, dict) else type(values).__name__
         raise UsageError(f'{source} returns {given}: expected a dict with "loss" of shape ({size},)')
     for name, value in values.items():
         if not isinstance(value, Tensor):
             raise UsageError(f'"{name}" is a {type(value).__name__}: expected a tensor of shape ({size},)')
-        is_prediction = not value.is_floating_point() and value.shape[:1] == (size,)
+        may_be_one = not value.is_floating_point() or (has_examples and name != "loss")
+        is_prediction = may_be_one and value.shape[:1] == (size,)
         if value.shape != (size,) and not is_prediction:
             raise UsageError(
                 f'"{name}" has shape {tuple(value.shape)}: expected ({size},), one value per example; use '
@@ -86,7 +92,7 @@ def _check_values(values: Any, size: int) -> None:
 
 
 def _advice(name: str, value: Tensor, size: int) -> str:
-    """What to type for a value of a wrong shape."""
+    """The advice for a value of a wrong shape."""
     if value.shape == (size, 1):
         return ".squeeze(-1)"
     advice = "a reduction that keeps the batch dimension"
@@ -118,4 +124,4 @@ def weighted_metrics(values: dict[str, Tensor], batch: Batch) -> dict[str, Tenso
 
 def is_metric(value: Tensor) -> bool:
     """Whether a value of `forward_step` is a number to take means of, and not a class id or a mask."""
-    return value.is_floating_point() or (value.dtype == torch.bool and value.ndim == 1)
+    return value.ndim == 1 and (value.is_floating_point() or value.dtype == torch.bool)

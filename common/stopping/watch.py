@@ -24,7 +24,7 @@ MAX_SKIPS_IN_ROW = 40  # by then a loss scale of 2^16 has fallen to 2^-24
 
 
 class Watch:
-    """Lets all processes agree, after each step, on whether to go on.
+    """Makes all processes agree, after each step, on whether to continue.
 
     An all-reduce counts the processes with a stop request and the processes with a non-finite number.
     The counts are read one step late, so that no step waits for them; of several GPUs two steps late, because
@@ -127,7 +127,7 @@ class Watch:
         name = next(name for name in self.group.all_gather(signals.received_signal()) if name)
         if checkpoint is None:
             raise RunError(f"by {name}, and this step could not be saved")
-        raise StoppedError(f"by {name}: {checkpoint} is saved, use --resume_from_checkpoint latest to go on")
+        raise StoppedError(f"by {name}: {checkpoint} is saved, use --resume_from_checkpoint latest to continue")
 
     def _describe(self, step: int) -> str:
         """The error message: the number that is not finite, its process and its samples."""

@@ -127,7 +127,7 @@ class Watchdog:
             self._store.set(f"{self._keys}/{name}", json.dumps(value))
 
     def _get(self, name: str) -> Any:
-        """What a process has set under this name; None if none has."""
+        """The value that a process has set under this name, or None."""
         key = f"{self._keys}/{name}"
         with suppress(RuntimeError):
             return json.loads(self._store.get(key)) if self._store.check([key]) else None

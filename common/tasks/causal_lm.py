@@ -16,6 +16,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoProcessor,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -26,7 +27,6 @@ from ..errors import UsageError
 from .long_sequences import LongSequences
 from .pretrained import load, runnable
 from .routers import experts_per_token, routes_of
-from .tokenization import tokenizer_of
 
 IGNORED = -100  # label of padding; torch's cross-entropy ignores it by default
 MEASURED = ("loss", "token_accuracy", "entropy")
@@ -81,12 +81,6 @@ def load_pretrained(
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest and context > longest:
         raise UsageError(f"--{flag} {context} exceeds the model's {longest} positions: use --{flag} {longest}")
-    num_embeddings, num_tokens = model.get_input_embeddings().num_embeddings, len(tokenizer_of(processor))
-    if num_tokens > num_embeddings:
-        raise UsageError(
-            f"--model_name_or_path {name_or_path}: its tokenizer has {num_tokens} tokens, the model "
-            f"{num_embeddings}: use the path of a model with its own tokenizer"
-        )
     return model, processor
 
 
@@ -96,7 +90,10 @@ def load_trained(folder: Path, kind: Any = AutoModelForCausalLM) -> Any:
     logging.disable_progress_bar()
     state = AcceleratorState()
     precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(state.mixed_precision, torch.float32)
-    return kind.from_pretrained(folder, dtype=precision, trust_remote_code=True).to(state.device).eval()
+    model = kind.from_pretrained(folder, dtype=precision, trust_remote_code=True).to(state.device).eval()
+    if (folder / "generation_config.json").is_file():  # of adapters, it would be that of the base
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
 
 
 @torch.no_grad()

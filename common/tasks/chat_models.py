@@ -8,14 +8,16 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from ..checkpoint.export import write_model
 from ..config import flag
 from ..environment import has_gpu, print_once
 from ..errors import UsageError
 from ..seeds import CPU, restore_generators
+from ..weights.on_disk import materialize
 from .causal_lm import checkpoint_activations, load_pretrained, load_trained
 from .conversations import Conversation, question
-from .lora import LoraFlags, base_of, write_merged
-from .pretrained import runnable
+from .lora import LoraFlags, base_of, naming_base
+from .pretrained import export_of, load, runnable
 from .tokenization import END, adds_special_tokens, byte_tokenizer, tokenizer_of
 
 # <|user|> question, <|assistant|> answer, and a mark that ends each message.
@@ -27,7 +29,7 @@ SHORT_TEMPLATE = (  # for bytes: U question, A answer
     "{% for message in messages %}{{ message['role'][0].upper() + ' ' + message['content'] + '\x03' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'A ' }}{% endif %}"
 )
-ANSWER = "answer"
+ANSWER = "So it is."  # no mark has these words
 MORE_TOKENS = 16
 
 
@@ -35,7 +37,7 @@ MORE_TOKENS = 16
 class ChatFlags(LoraFlags):
     """The flags of recipes that train a chat model."""
 
-    max_samples: int | None = flag(None, "stream this many samples of a data set and keep them, not all", minimum=1)
+    max_samples: int | None = flag(None, "stream only this many samples of a dataset, and keep them", minimum=1)
     max_length: int = flag(256, "tokens of a conversation, or a packed block, beyond this number are cut", minimum=2)
     merge: bool = flag(False, "with --lora_rank, write the model with merged adapters to <output_dir>/merged/, too")
     loss_chunk: int = flag(8192 if has_gpu() else 1024, "tokens whose logits are in memory at once; 0: all", minimum=0)
@@ -68,7 +70,8 @@ def load_chat_model(
         model, tokenizer = small(*limits)
     else:
         others = config.trust_remote_code, config.model_name_or_path
-        model, tokenizer = load_pretrained(path, *limits, "max_length", kind, *others)
+        with naming_base(config, path):
+            model, tokenizer = load_pretrained(path, *limits, "max_length", kind, *others)
     if config.activation_checkpointing:
         checkpoint_activations(model)
     return model, with_chat_template(tokenizer, model)
@@ -102,7 +105,8 @@ def with_chat_template(tokenizer: Any, model: PreTrainedModel) -> Any:
 
 
 def _end_answers(tokenizer: Any, model: PreTrainedModel) -> None:
-    """Adds the token that the template puts after an answer to those that end a generation."""
+    """Adds the token that the template puts after an answer to those that end a generation: a special one, or one that
+    is the whole mark."""
     plain = tokenizer_of(tokenizer)
     texts = ("a", ANSWER) if plain is tokenizer else ([{"type": "text", "text": text}] for text in ("a", ANSWER))
     chat = [{"role": role, "content": content} for role, content in zip(("user", "assistant"), texts)]
@@ -110,11 +114,30 @@ def _end_answers(tokenizer: Any, model: PreTrainedModel) -> None:
         after = tokenizer.apply_chat_template(chat, tokenize=False).rpartition(ANSWER)[2].strip()
     except Exception:  # a template is a program; loading the conversations says what is wrong with it
         return
-    ends = plain(after, add_special_tokens=False)["input_ids"][:1]
+    mark = plain(after, add_special_tokens=False)["input_ids"]
+    ends = [token for token in mark if token in plain.added_tokens_decoder or len(mark) == 1][:1]
     known = model.generation_config.eos_token_id
-    ends += [] if known is None else known if isinstance(known, list) else [known]
-    if ends:
-        model.config.eos_token_id = model.generation_config.eos_token_id = list(dict.fromkeys(ends))
+    known = [] if known is None else known if isinstance(known, list) else [known]
+    if ends or known:
+        model.config.eos_token_id = model.generation_config.eos_token_id = list(dict.fromkeys(ends + known))
+    model.ends_otherwise = not {*ends} <= {*known}
+    if mark and not ends:
+        print_once(f"the chat template ends an answer with {after!r}, which is no single token: nothing stops there")
+
+
+def write_merged(config: ChatFlags, tokenizer: Any, kind: Any) -> None:
+    """Adds the adapters that this run has exported to the weights of their base, a model of this kind, and writes
+    <output_dir>/merged as a run that trains all weights writes its model. If the base brings code, this run has run
+    it."""
+    from peft import PeftConfig, PeftModel
+
+    adapters = str(config.output_dir / "model")
+    path = PeftConfig.from_pretrained(adapters).base_model_name_or_path
+    base = load(kind, str(path), "model", None, trust_remote_code=True)[0]
+    materialize(base)
+    _end_answers(tokenizer, base)
+    merged = PeftModel.from_pretrained(base, adapters).merge_and_unload()
+    write_model(merged, config.output_dir / "merged", config.export_dtype, export_of(merged, tokenizer))
 
 
 def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
@@ -202,7 +225,7 @@ def write_answers(config: ChatFlags, tokenizer: Any, chats: Any, kind: Any = Aut
     """
     folder = config.output_dir / "model"
     if config.merge:
-        write_merged(folder, config.output_dir / "merged", kind)
+        write_merged(config, tokenizer, kind)
     if config.num_answers == 0:
         return
     model = load_trained(folder, kind)

@@ -25,7 +25,7 @@ from .streams import rows_on_disk
 from .tokenization import digest_of
 
 HELD_OUT = 20  # one conversation in so many is for evaluation, if the source has no evaluation part
-VERSION = 5  # of the encoded rows: another number makes it work anew
+VERSION = 6  # of the encoded rows: another number makes it work anew
 NUM_LOOKED_AT = 16  # conversations, for what the template does not use
 
 
@@ -53,7 +53,7 @@ class Chats:
         return Conversation.of(self.chat(index)).messages
 
     def select_answered(self, number: int) -> list[Conversation]:
-        """Of the first conversations of so many samples, those that end with an answer that is a text."""
+        """Among the first conversations of so many samples, those that end with an answer in text."""
         every = range(0, len(self), self.per_sample)[:number]
         return [chat for chat in (Conversation.of(self.chat(index)) for index in every) if chat.is_answered]
 

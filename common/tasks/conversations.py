@@ -98,7 +98,7 @@ def _without_none(value: Any) -> Any:
 
 def _role_first(message: dict[str, Any]) -> dict[str, Any]:
     """A message of either form in the first of them. An empty list of calls is none. What was thought has both names
-    that templates read: transformers below 5.21 hands on the one that the data have."""
+    that templates read: transformers below 5.21 passes on the one that the data have."""
     if not message.get("tool_calls", True):
         message = {name: value for name, value in message.items() if name != "tool_calls"}
     thought = next((message[name] for name in THOUGHTS if message.get(name) is not None), None)
@@ -126,6 +126,10 @@ def check_messages(messages: Messages) -> Messages:
                 raise UsageError(f'{where} has a part of the type {kind}: expected {{"type": "text", "text": "Why?"}}')
         if not isinstance(content, str | list | None):
             raise UsageError(f"the content of {where} is of the type {type(content).__name__}: expected a text")
+        if message.get("weight", 1) not in (0, 1):
+            raise UsageError(
+                f"{where} has the weight {message['weight']!r}: expected 1, or 0 for one that is not learnt"
+            )
         calls = message.get("tool_calls", [])
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
             raise UsageError(f"the tool_calls of {where} are no list of dicts")
@@ -243,7 +247,7 @@ def _with_arguments(message: dict[str, Any], convert: Callable[[Any], Any]) -> d
 
 
 def _fault(messages: Messages, template: Any, options: Mapping[str, Any], text: str) -> str | None:
-    """What is wrong with a text: it has a Python object in it, or lacks a part or the calls of these messages."""
+    """What is wrong with a text: it contains a Python object, or lacks a part or the calls of these messages."""
     for name, value in {"messages": messages, **options}.items():
         if any(shown in text for shown in _python_objects(value)):
             return f"the chat template writes a Python object of its {name}: give the tokenizer another chat_template"
@@ -256,7 +260,7 @@ def _fault(messages: Messages, template: Any, options: Mapping[str, Any], text: 
 
 
 def _python_objects(value: Any) -> Iterator[str]:
-    """How Python writes each dict and list in a value, if JSON writes it in another way."""
+    """Python's form of each dict and list in a value, if JSON's differs."""
     if isinstance(value, dict | list):
         if str(value) != json.dumps(value, ensure_ascii=False):
             yield str(value)
@@ -282,7 +286,7 @@ def find_unused(chats: Iterable[Conversation], template: Any) -> list[str]:
             messages, _ = fit_to_template(chat.messages, template, chat.options)
         except UsageError:  # whoever encodes it says so
             continue
-        found = {*chat.options, *(name for message in messages for name in message)} - {"role", "content"}
+        found = {*chat.options, *(name for message in messages for name in message)} - {"role", "content", "weight"}
         names |= dict.fromkeys(sorted(found))
         used |= {name for name in found - used if _uses(name, messages, template, chat.options)}
     return [name for name in names if name not in used]
@@ -310,7 +314,7 @@ def answer_spans(
     messages, text = fit_to_template(messages, template, options)
     spans = []
     for turn, message in enumerate(messages):
-        if message["role"] != "assistant" or turn < first:
+        if message["role"] != "assistant" or turn < first or message.get("weight") == 0:
             continue
         asking = render(messages[:turn], template, **{**options, "add_generation_prompt": True})
         after = text if turn + 1 == len(messages) else render(messages[: turn + 1], template, **options)
@@ -323,7 +327,7 @@ def answer_spans(
 
 
 def _say_why(earlier: str, asking: str, after: str) -> NoReturn:
-    """Raises the UsageError for a conversation up to an answer that does not begin as the text that asks for it."""
+    """Raises the UsageError for an answer that does not begin as the prompt that asks for it ends."""
     shared = num_shared(asking, after)
     if shared < num_shared(earlier, asking):
         raise UsageError(CHANGES)

@@ -28,7 +28,7 @@ ADVICE = "use --data shapes for the embedded images, or the path of a folder"
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """What a model expects: squares of `size` pixels a side, with `mean` and `std` of each colour."""
+    """The images that a model expects: squares of `size` pixels a side, with `mean` and `std` of each colour."""
 
     size: int
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)

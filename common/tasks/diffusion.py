@@ -51,7 +51,7 @@ class DiT(nn.Module):
     Args:
         image_shape: (channels, height, width)
         num_classes: of the images.
-        patch_size: a token is a square of so many pixels a side.
+        patch_size: a token is a square with sides of this many pixels.
         width: of a token.
         num_layers: of the transformer.
         num_heads: of its attention.

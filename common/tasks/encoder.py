@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from transformers import (
     AutoConfig,
     AutoTokenizer,
     BertConfig,
+    BertForMaskedLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
@@ -23,14 +25,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ..config import RunConfig, flag
+from ..data.collate import Padding, pad_to_longest
 from ..environment import print_once
 from ..errors import UsageError
 from .known_classes import config_of_classes, names_of
 from .pooling import POOLINGS
-from .pretrained import load
+from .pretrained import load, runnable
 
 PADDING = -1  # in a batch of texts: no id of a token, because a text may have any of those
-PAD, UNKNOWN, FIRST = "[PAD]", "[UNK]", "[CLS]"
+PAD, UNKNOWN, FIRST, MASK = "[PAD]", "[UNK]", "[CLS]", "[MASK]"
 
 
 @dataclass(kw_only=True)
@@ -69,14 +72,15 @@ def small_bert(
         max_position_embeddings=config.max_length,
         hidden_dropout_prob=config.dropout,
         attention_probs_dropout_prob=config.dropout,
-        **({"architectures": ["BertModel"]} if classes is None else config_of_classes(classes)),
+        **({} if classes is None else config_of_classes(classes)),
     )
     model = make(shape)
+    model.config.architectures = [type(model).__name__]
     freeze_key_biases(model)
     always_mask(model)
     if config.evaluate_only:
         return model, load_exported_tokenizer(config.output_dir / "model", classes)
-    return model, word_tokenizer(texts, config.vocabulary)
+    return model, word_tokenizer(texts, config.vocabulary, masks=isinstance(model, BertForMaskedLM))
 
 
 def load_encoder(kind: Any, name_or_path: str, max_length: int, **options: Any) -> tuple[PreTrainedModel, Any]:
@@ -140,6 +144,33 @@ def freeze_key_biases(model: nn.Module) -> None:
             weight.requires_grad_(False)
 
 
+@torch.no_grad()
+def pad_texts(model: PreTrainedModel, tokenizer: Any) -> Padding:
+    """A `collate_fn` for texts, with padding that changes no value of a text: on the right, with the token of the
+    tokenizer or that for which the head looks; or on the left, as for XLNet, whose head reads the last position. A line
+    says it if it changes values in any case."""
+    tokens = torch.tensor([tokenizer("a a")["input_ids"]])
+    usual = tokenizer.pad_token_id
+
+    def values(pad: int, left: int, right: int) -> Tensor:
+        padded, mask = (
+            F.pad(each, (left, right), value=value) for each, value in ((tokens, pad), (torch.ones_like(tokens), 0))
+        )
+        return model(input_ids=padded, attention_mask=mask)[0]
+
+    ways = [way for way in ((usual, 0, 2), (model.config.pad_token_id, 0, 2), (usual, 2, 0)) if way[0] >= 0]
+    fitting = ways[:1]
+    with suppress(Exception), runnable(model):  # one that cannot take the text says so in the run
+        alone = values(usual, 0, 0)
+        fitting = [way for way in ways if torch.allclose(values(*way), alone, 1e-3, 1e-5)]
+    if not fitting:
+        print_once(f"{type(model).__name__} sees padding: the result depends on --micro_batch_size")
+    pad, left, _ = (fitting or ways)[0]
+    if left:
+        tokenizer.padding_side = "left"  # goes with the export
+    return pad_to_longest({"input_ids": pad}, side="left" if left else "right")
+
+
 class Embedder(nn.Module):
     """Vectors of length 1, which an encoder's last hidden states make.
 
@@ -175,14 +206,16 @@ class Embedder(nn.Module):
         return F.normalize((hidden * self.pooling(mask)[..., None]).sum(1), dim=-1)  # the mean's length does not matter
 
 
-def word_tokenizer(texts: Iterable[str], num_tokens: int) -> PreTrainedTokenizerFast:
+def word_tokenizer(texts: Iterable[str], num_tokens: int, masks: bool = False) -> PreTrainedTokenizerFast:
     """A tokenizer whose tokens are the most frequent words of `texts`, in lower case; a digit or a punctuation mark is
     a word. The first token of a text is [CLS], also of each in a pair.
 
     Args:
         texts: the training texts.
         num_tokens: size of the vocabulary, with three special tokens.
+        masks: one of the tokens is [MASK].
     """
+    special = [PAD, UNKNOWN, FIRST] + [MASK] * masks
     tokenizer = Tokenizer(models.WordLevel(unk_token=UNKNOWN))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -190,16 +223,13 @@ def word_tokenizer(texts: Iterable[str], num_tokens: int) -> PreTrainedTokenizer
     )
     tokenizer.train_from_iterator(
         texts,
-        trainers.WordLevelTrainer(
-            vocab_size=num_tokens, special_tokens=[PAD, UNKNOWN, FIRST], min_frequency=2, show_progress=False
-        ),
+        trainers.WordLevelTrainer(vocab_size=num_tokens, special_tokens=special, min_frequency=2, show_progress=False),
     )
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{FIRST} $A", pair=f"{FIRST} $A {FIRST}:1 $B:1", special_tokens=[(FIRST, 2)]
     )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=PAD, unk_token=UNKNOWN, cls_token=FIRST, model_max_length=10**6
-    )
+    named = {"pad_token": PAD, "unk_token": UNKNOWN, "cls_token": FIRST} | ({"mask_token": MASK} if masks else {})
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=10**6, **named)
 
 
 def load_exported_tokenizer(folder: Path, classes: list[str] | None = None) -> Any:

@@ -12,6 +12,7 @@ from PIL import ExifTags, Image, ImageMode, UnidentifiedImageError
 
 from ..data.facts import say
 from ..errors import UsageError, first_line
+from ..files import check_is_pulled
 
 # How to turn an image with orientation tag 2, 3, ...; 1 is upright.
 TURNS = "FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90"
@@ -23,7 +24,7 @@ class Opener:
     """Opens images.
 
     An image is what a viewer shows: upright, in 8 bits, on white where it is transparent, the first frame of several.
-    What it does with animations and with numbers whose white nobody defines, it says once, in all workers of a loader.
+    It says once, in all DataLoader workers, what it does with animations and with numbers whose white is undefined.
     """
 
     def __init__(self) -> None:
@@ -56,7 +57,7 @@ class Opener:
     def _decode(self, image: Image.Image, name: str) -> Image.Image:
         raw = _raw_mode(image)
         image.load()
-        is_grey = ImageMode.getmode(image.mode).basemode == "L" or raw.startswith("LA")  # LA of 16 bits opens as RGBA
+        is_grey = ImageMode.getmode(image.mode).basemode == "L" or raw in ("LA", "LA;16B")  # that opens as RGBA
         has_palette, turn = image.mode.startswith("P"), _orientation(image) - 2
         if image.mode[0] in "IF":  # more than 8 bits; `convert` would cut them off at 255
             image = Image.fromarray(self._levels(image, raw, name))
@@ -92,7 +93,7 @@ class Opener:
         if not self.said[FRAMES]:
             with suppress(Exception):  # frames after the first may be damaged
                 if image.format != "MPO" and getattr(image, "is_animated", False):  # phones add a preview
-                    self._say(FRAMES, f"{name} has several frames: of such images the first is taken")
+                    self._say(FRAMES, f"{name} has several frames: the first of such images is used")
 
     def _say(self, kind: int, line: str) -> None:
         if not self.said[kind]:
@@ -130,6 +131,8 @@ def _reason(file: Any, error: Exception) -> str:
     if isinstance(error, Image.DecompressionBombError):
         return f"more than {2 * (Image.MAX_IMAGE_PIXELS or 0):,} pixels: make it smaller"
     if isinstance(error, UnidentifiedImageError):
+        if isinstance(file, str | Path):
+            check_is_pulled(Path(file))
         is_empty = Path(file).stat().st_size == 0 if isinstance(file, str | Path) else not file
-        return "it is empty" if is_empty else "no image that Pillow knows: expected a file such as PNG or JPEG"
+        return "it is empty" if is_empty else "not an image that Pillow knows: expected a file such as PNG or JPEG"
     return getattr(error, "strerror", None) or first_line(error)

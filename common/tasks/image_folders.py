@@ -9,6 +9,7 @@ from PIL import Image
 
 from ..data.facts import printable, say
 from ..errors import UsageError
+from .labelled import flatten
 from .rows import table_of, text_of_cell
 from .sources import SPLITS, LeftOut, walk
 
@@ -81,7 +82,7 @@ def _parts(data: str, folder: Path, files: list[str], left_out: LeftOut) -> list
         raise UsageError(f"--data {data} has a folder {evaluation[0]}, but none called train: {FORM}")
     parts = [train[0], *[top for top in evaluation if tops[top]][:1]]
     names = [f"{part} for {task}" for part, task in zip(parts, ("training", "evaluation"))]
-    say(f"--data {data}: {' and '.join(names)}, by the names of the folders: they are no classes")
+    say(f"--data {data}: {' and '.join(names)}, by the names of the folders, so they are not classes")
     left_out["images in other folders"] = [file for file in files if file.split("/")[0] not in parts]
     return [part + "/" for part in parts]
 
@@ -106,11 +107,11 @@ def _by_table(folder: Path, below: str, files: list[str], left_out: LeftOut) -> 
         if column is None or FILE_NAME not in rows[0]:
             continue
         for number, row in enumerate(rows, start=1):
-            if not text_of_cell(row[FILE_NAME]) or _names_in(row[column]) in (None, ""):
+            if not text_of_cell(row[FILE_NAME]) or {None, ""} & {*flatten([names_in(row[column])])}:
                 raise UsageError(f"{path}: row {number} lacks {FILE_NAME} or {column}: expected a text in each")
             if not (path.parent / row[FILE_NAME]).is_file():
                 raise UsageError(f"{path}: row {number} names {row[FILE_NAME]}: no such file")
-        found = [(below + os.path.normpath(row[FILE_NAME]), _names_in(row[column])) for row in rows]
+        found = [(below + os.path.normpath(row[FILE_NAME]), names_in(row[column])) for row in rows]
         known = {below + name, *(file for file, _ in found)}
         left_out[NO_IMAGE] = [file for file in left_out[NO_IMAGE] if file not in known]
         rest = [file for file in files if file not in known]
@@ -119,6 +120,6 @@ def _by_table(folder: Path, below: str, files: list[str], left_out: LeftOut) -> 
     return []
 
 
-def _names_in(cell: Any) -> str | tuple[str | None, ...] | None:
-    """The class that a cell names; its classes if it holds a list."""
-    return tuple(map(text_of_cell, cell)) if isinstance(cell, list) else text_of_cell(cell)
+def names_in(cell: Any, kind: Any = None) -> str | tuple[str | None, ...] | None:
+    """The class that a cell names; its classes if it holds a list. `kind`: as in `text_of_cell`."""
+    return tuple(text_of_cell(each, kind) for each in cell) if isinstance(cell, list) else text_of_cell(cell, kind)

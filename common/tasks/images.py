@@ -12,6 +12,7 @@ import torch
 from ..data.sets import Batch, InMemoryDataset
 from ..environment import Environment
 from ..errors import UsageError
+from ..files import check_is_pulled
 from .embedded import sklearn_file
 from .labelled_images import load_image_splits
 from .sources import check_not_streamed, hold_out
@@ -67,7 +68,7 @@ def load_images(data: str, max_samples: int | None = None) -> tuple[ImageDataset
 
     Returns:
         (training set, evaluation set). If the source has only one split, 20 % of it is held out,
-        the same samples for every seed of the run.
+        the same samples forevery seed of the run.
 
     Raises:
         UsageError: no data, damaged files, images of different sizes or more than half of the free memory, or no
@@ -133,6 +134,7 @@ def _idx_path(place: Path, name: str, num_dimensions: str) -> Path:
 
 
 def _read_idx(path: Path, num_dimensions: int) -> torch.Tensor:
+    check_is_pulled(path)
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             content = file.read()

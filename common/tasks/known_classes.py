@@ -17,7 +17,8 @@ def names_of(config: Any) -> list[str]:
 
 def config_of_classes(classes: list[str]) -> dict[str, Any]:
     """What the config of a model of transformers says of these classes, for `from_pretrained`."""
-    return {"id2label": dict(enumerate(classes)), "label2id": {name: number for number, name in enumerate(classes)}}
+    names = {"id2label": dict(enumerate(classes)), "label2id": {name: number for number, name in enumerate(classes)}}
+    return names | {"problem_type": "single_label_classification"}  # the files may have another, which pipelines follow
 
 
 def order_of_head(config: Any, classes: list[str]) -> list[str] | None:
@@ -35,9 +36,9 @@ def order_of_head(config: Any, classes: list[str]) -> list[str] | None:
 def classes_of_model(name_or_path: str, classes: list[str]) -> tuple[list[str], bool]:
     """The classes in the order of the head that a pretrained model gets, and whether this head must be new.
 
-    A head that knows all classes by name keeps its order and its weights. One without names (LABEL_0, ...)
-    takes the classes in the order of the data. Any other would give its outputs other names: it is new, and a line says
-    so.
+    A head that knows all classes by name keeps its order and its weights. One without names (LABEL_0, ...) takes the
+    classes in the order of the data; if these are numbers of most of its outputs, it takes all numbers. Any other
+    would give its outputs other names: it is new, and a line says so.
     """
     from transformers import PretrainedConfig
 
@@ -50,7 +51,11 @@ def classes_of_model(name_or_path: str, classes: list[str]) -> tuple[list[str], 
         return order, False
     names = names_of(config)
     if all(name == f"LABEL_{number}" for number, name in enumerate(names)):
-        return classes, False
+        numbers = [*map(str, range(len(names)))]
+        if not ({*classes} < {*numbers} and 2 * len(classes) > len(names)):
+            return classes, False
+        say(f"the outputs of {name_or_path} have no names: they are taken for the classes 0 to {numbers[-1]}")
+        return numbers, False
     say(
         f"the head is new: that of {name_or_path} knows {shorten(names)}; the data has {shorten(classes)} (a head "
         "keeps its weights if it knows all classes of the data by name)"

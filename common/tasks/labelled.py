@@ -1,12 +1,20 @@
 """Samples with classes: texts or images, each with one class, or with several."""
 
+import unicodedata
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal, InvalidOperation
 from typing import Any, Self
 
 import torch
 from torch.utils.data import Subset
+
+from ..data.facts import say, shorten
+from ..errors import UsageError
+
+NO_CLASS = "-1"  # in data sets of which a part has no classes
+MANY = 20  # classes, from which on each needs two samples
 
 
 @dataclass(frozen=True)
@@ -25,10 +33,10 @@ class Labelled:
 
     @classmethod
     def of_names(cls, samples: Any, names: Sequence[Any], classes: list[str] | None = None) -> Self:
-        """From the name of each sample's class, or the names of its classes. Those are sorted if no order is given."""
+        """Makes the labels from the name of each sample's class or classes. Without `classes` they are `in_order`."""
         if any(isinstance(name, list | tuple) for name in names):
             names = [name if isinstance(name, list | tuple) else [name] for name in names]
-        classes = classes or sorted({*flatten(names)})
+        classes = classes or in_order(flatten(names))
         return cls(samples, renumber(names, {name: number for number, name in enumerate(classes)}), classes)
 
     @property
@@ -43,6 +51,47 @@ class Labelled:
     def reorder(self, classes: list[str]) -> "Labelled":
         """The same samples with their classes in this order, perhaps among others."""
         return replace(self, labels=renumber(self.labels, [*map(classes.index, self.classes)]), classes=classes)
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """The different names, by their numbers if all are numbers, so that 10 comes after 2; else as texts."""
+    texts = sorted({*names})
+    numbers = [_number(name) for name in texts]
+    return texts if None in numbers else [name for _, name in sorted(zip(numbers, texts))]
+
+
+def _number(name: str) -> Decimal | None:
+    try:
+        number = Decimal(name)
+    except InvalidOperation:
+        return None
+    return number if number.is_finite() else None
+
+
+def with_same_classes(data: str, parts: Sequence[Labelled], what: str) -> list[Labelled]:
+    """The parts with the classes of all. Lines say what may be a mistake: classes that training lacks, that look alike,
+    or that stand for none. Raises UsageError if about each sample has a class of its own. `what`: "text" or "image"."""
+    trained, evaluated = ({part.classes[one] for one in flatten(part.labels)} for part in (parts[0], parts[-1]))
+    own, used, size = parts[0].classes, trained | evaluated, sum(len(part.labels) for part in parts)
+    if len(used) > max(MANY, size / 2):
+        names = shorten(in_order(used))
+        raise UsageError(f"--data {data}: {size:,} {what}s have {names}, as ids do: expected several of a class")
+    classes = [*dict.fromkeys(name for part in parts for name in part.classes)]
+    classes = in_order(classes) if own == in_order(own) else classes
+    alike: dict[Any, list[str]] = {}
+    for name in classes:
+        plain = " ".join(unicodedata.normalize("NFKC", name).casefold().split())
+        alike.setdefault(plain if (number := _number(plain)) is None else number, []).append(name)
+    for line, found in {
+        f"classes of the evaluation that no {what} for training has": [n for n in classes if n in evaluated - trained],
+        "classes that look alike, and are different ones here": [
+            " and ".join(map(ascii, names)) for names in alike.values() if len(names) > 1
+        ],
+        "a class like the others here, though it may stand for no class": [NO_CLASS] * (NO_CLASS in used),
+    }.items():
+        if found:
+            say(f"--data {data}: {line}: {shorten(found)}")
+    return [part.reorder(classes) for part in parts]
 
 
 def flatten(labels: Sequence[Any]) -> list[Any]:

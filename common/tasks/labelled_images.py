@@ -3,17 +3,16 @@
 from collections.abc import Iterator
 from typing import Any
 
-import numpy
 import torch
 from PIL import Image
 
-from ..data.facts import count_by_class, say, shorten
+from ..data.facts import count_by_class, say
 from ..errors import UsageError
 from .image_decoding import Opener
-from .image_folders import FORM, LABELS, Files, read_folder
-from .labelled import Labelled, flatten, renumber
+from .image_folders import FORM, LABELS, Files, names_in, read_folder
+from .labelled import Labelled, flatten, with_same_classes
 from .rows import Table
-from .sources import load_tables
+from .sources import is_saved, load_tables
 from .text_files import local_path
 
 
@@ -58,22 +57,19 @@ def load_image_splits(data: str, advice: str, max_samples: int | None = None) ->
     path = local_path(data)
     if path.is_file() and path.suffix.lower() != ".parquet":
         raise UsageError(f"--data {data} is a file: {FORM}, or parquet files; {advice}")
-    if path.is_dir() and (folders := read_folder(data, path, advice)):
+    if path.is_dir() and not is_saved(path) and (folders := read_folder(data, path, advice)):
         parts = [_of_folder(data, folder, max_samples) for folder in folders]
     else:
-        parts = [_of_table(data, table) for table in load_tables(data, advice, max_samples)]
+        tables = load_tables(data, advice, max_samples, lambda table: table.has_classes(_label_column(table)))
+        parts = [_of_table(data, table) for table in tables]
     if parts[0].has_several != parts[-1].has_several:
         raise UsageError(f"--data {data}: one part has lists of classes, the other has not: use lists in both")
-    train, evaluation = parts[0].classes, parts[-1].classes
-    classes = train + [name for name in evaluation if name not in train]
-    if unseen := [name for name in evaluation if name not in train]:
-        say(f"--data {data}: classes of the evaluation that no image for training has: {shorten(unseen)}")
-    parts = [part.reorder(classes) for part in parts]
+    parts = with_same_classes(data, parts, "image")
     tasks = ["training", "evaluation"] if len(parts) == 2 else ["training and evaluation"]
     facts = [f"{len(part.labels):,} images for {task}" for part, task in zip(parts, tasks)]
     labels = [label for part in parts for label in flatten(part.labels)]
     several = " (several of an image)" * parts[0].has_several
-    say(f"--data {data}: {' and '.join(facts)}, {count_by_class(classes, labels)}{several}")
+    say(f"--data {data}: {' and '.join(facts)}, {count_by_class(parts[0].classes, labels)}{several}")
     return parts
 
 
@@ -90,25 +86,24 @@ def _of_table(data: str, table: Table) -> Labelled:
 
     def holds_image(kind: Any) -> bool:
         # Parquet files from other tools lack the Image type but have its layout.
-        return type(kind).__name__ == "Image" or (isinstance(kind, dict) and "bytes" in kind)
+        is_bytes = getattr(kind, "dtype", None) in ("binary", "large_binary")
+        return type(kind).__name__ == "Image" or (isinstance(kind, dict) and "bytes" in kind) or is_bytes
 
-    kinds = table.kinds
-    images = [name for name, kind in kinds.items() if holds_image(kind)]
-    labels = [name for name, kind in kinds.items() if type(kind).__name__ == "ClassLabel"]
-    labels += [name for name in LABELS if name in kinds]
-    if not images or not labels:
+    images, label = [name for name, kind in table.kinds.items() if holds_image(kind)], _label_column(table)
+    if not images or label is None:
         raise UsageError(
             f"--data {data} is not an image-classification dataset: expected an image and a label column, found "
             f"{', '.join(table.column_names)}"
         )
-    files, found = ImageFiles(data, table.values(images[0])), [*table.values(labels[0])]
-    if all(isinstance(name, str) for name in flatten(found)):
-        return Labelled.of_names(files, found)
-    numbers = numpy.asarray(flatten(found))
-    if numbers.dtype.kind not in "iu" or numbers.min() < 0:
+    kind = getattr(table.kinds[label], "feature", table.kinds[label])  # of each in a list
+    names = [names_in(cell, kind) for cell in table.values(label)]
+    if empty := [row for row, name in enumerate(names, start=1) if {None, ""} & {*flatten([name])}]:
         raise UsageError(
-            f"--data {data}: expected texts, or whole numbers from 0, in column {labels[0]}, the class of each image"
+            f"--data {table.name}: row {empty[0]} has no class in column {label}: remove the row or fill it"
         )
-    kind = getattr(kinds[labels[0]], "feature", kinds[labels[0]])  # of each in a list
-    classes = getattr(kind, "names", None) or [*map(str, range(1 + int(numbers.max())))]
-    return Labelled(files, renumber(found, range(len(classes))), classes)
+    return Labelled.of_names(ImageFiles(data, table.values(images[0])), names, getattr(kind, "names", None))
+
+
+def _label_column(table: Table) -> str | None:
+    typed = [name for name, kind in table.kinds.items() if type(kind).__name__ == "ClassLabel"]
+    return next(iter(typed + [name for name in LABELS if name in table.kinds]), None)

@@ -55,7 +55,7 @@ class LongSequences:
             raise UsageError(f"attention {config._attn_implementation} cannot divide sequences", "use --attention sdpa")
 
     def divide(self, group: "SequenceGroup") -> None:
-        """Lets the model compute on slices."""
+        """Makes the model compute on slices."""
         self.group, name = group, self._config._attn_implementation
         self._attend, self._mask = AttentionInterface()[name], AttentionMaskInterface().get(name)
         own = f"{name}_on_slices_{id(self)}"  # the stages of a pipeline are several models

@@ -3,20 +3,24 @@
 import hashlib
 import json
 import re
+import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoProcessor, PreTrainedModel
+from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from ..config import RunConfig, flag
 from ..errors import UsageError, first_line
 from ..weights.on_disk import origin_of, with_random_weights
+from .pretrained import Folder, files_of
 
 FILE, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 
@@ -27,8 +31,8 @@ class LoraFlags(RunConfig):
 
     model_name_or_path: str | None = None
     lora_rank: int = flag(0, "train adapters of this rank and no other weights; 0: train all weights", minimum=0)
-    lora_alpha: float | None = flag(None, "adapters count lora_alpha / lora_rank times (default: twice)", above=0)
-    lora_dropout: float = flag(0.0, "dropout of what the adapters get", minimum=0, below=1)
+    lora_alpha: float | None = flag(None, "scale the adapters by lora_alpha / lora_rank (default: 2)", above=0)
+    lora_dropout: float = flag(0.0, "dropout on the input of the adapters", minimum=0, below=1)
     lora_targets: str = flag(
         "all-linear", "the layers to adapt, such as q_proj,v_proj, or a regular expression for their whole names"
     )
@@ -48,8 +52,23 @@ class Adapter:
     def __init__(self, settings: Any, base_digest: str):
         self.settings, self.base_digest, self.start_digest = settings, base_digest, base_digest
 
+    def write_settings(self, model: Any, folder: Path) -> None:
+        """Writes PEFT's settings, and those of generation. transformers reads the latter from the base, unless the
+        folder is a model of its own: if the base does not know how an answer ends, an index names its weights."""
+        self.settings.save_pretrained(str(folder))
+        if getattr(model, "generation_config", None) is None:
+            return
+        model.generation_config.to_json_file(folder / "generation_config.json")
+        base = Path(self.settings.base_model_name_or_path)
+        if getattr(model, "ends_otherwise", False) and base.is_dir() and not getattr(model.config, "auto_map", None):
+            files = {name: path for path in files_of(str(base)) for name in Folder([path]).tensors}
+            index = json.dumps({"metadata": {}, "weight_map": files}, indent=2)
+            if files:
+                (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(index, encoding="utf-8")
+                shutil.copy(base / "config.json", folder)
+
     def write(self, weights: dict[str, Tensor], folder: Path) -> None:
-        """Writes PEFT's file of weights; `settings.save_pretrained` writes the other one."""
+        """Writes PEFT's file of weights; `write_settings` writes the others."""
         facts = {"base": self.base_digest}  # one entry: safetensors writes several in a random order
         save_file({_without_name(name): weight for name, weight in weights.items()}, folder / FILE, facts)
 
@@ -78,7 +97,8 @@ def base_of(config: LoraFlags, merge: bool = False) -> str | None:
     """`--model_name_or_path`, or if that is a folder of adapters, the model to which they belong.
 
     Raises:
-        UsageError: flags of adapters without a pretrained model, or beside adapters that go on; `--merge` without any.
+        UsageError: flags of adapters without a pretrained model, or beside adapters that continue; `--merge` without
+        any.
     """
     path, own = config.model_name_or_path, (LoraFlags(), config)
     names = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
@@ -87,7 +107,7 @@ def base_of(config: LoraFlags, merge: bool = False) -> str | None:
     if given and path is None:
         raise UsageError(f"{given[0]} adapts a pretrained model: use --model_name_or_path, too")
     if given and goes_on:
-        raise UsageError(f"{given[0]}: the adapters in {path} go on as they are: leave it out, or --merge them first")
+        raise UsageError(f"{given[0]}: the adapters in {path} train on: leave it out, or --merge them first")
     if (given or merge) and not config.lora_rank and not goes_on:
         raise UsageError(f"{'--merge' if merge else given[0]} is for adapters: use --lora_rank, too")
     if path is None or not goes_on:
@@ -96,6 +116,18 @@ def base_of(config: LoraFlags, merge: bool = False) -> str | None:
         return str(json.loads(Path(path, SETTINGS).read_text(encoding="utf-8"))["base_model_name_or_path"])
     except (ValueError, KeyError, TypeError):
         raise UsageError(f"{path} names no model in {SETTINGS}: add its base_model_name_or_path") from None
+
+
+@contextmanager
+def naming_base(config: LoraFlags, base: str) -> Iterator[None]:
+    """Adds to an error about the base of adapters which file names it."""
+    try:
+        yield
+    except UsageError as error:
+        if base == config.model_name_or_path:
+            raise
+        file = Path(str(config.model_name_or_path), SETTINGS)
+        raise UsageError(f"{error}; base_model_name_or_path in {file} names it: correct it there") from None
 
 
 def with_adapters(model: PreTrainedModel, config: LoraFlags) -> nn.Module:
@@ -135,6 +167,8 @@ def _continue(model: PreTrainedModel, folder: str) -> nn.Module:
         settings = peft.PeftConfig.from_pretrained(folder)
         if not isinstance(settings, peft.LoraConfig) or settings.modules_to_save or settings.bias != "none":
             raise UsageError(f"{given} is more than the matrices of LoRA: merge it with PEFT, and use that model")
+        if settings.use_dora:
+            raise UsageError(f"{given} is DoRA, not plain LoRA: merge it with PEFT, and use that model")
         settings.inference_mode = False
         adapted = _adapt(model, settings, settings.base_model_name_or_path, given)
         names = [name for name, weight in adapted.named_parameters() if weight.requires_grad]
@@ -212,15 +246,3 @@ def digest_of_weights(model: nn.Module) -> str:
         values = whole.flatten()[:: max(1, whole.numel() // 64)].to(weight.dtype)
         found.update(f"{name} {tuple(weight.shape)} {values.tolist()}".encode())
     return found.hexdigest()[:16]
-
-
-def write_merged(adapters: Path, folder: Path, kind: Any = AutoModelForCausalLM) -> None:
-    """Adds adapters that this run has exported to the weights of their base, a model of this kind, and writes an
-    ordinary model of transformers. If the base brings code, this run has run it."""
-    from peft import PeftConfig, PeftModel
-
-    trust = {"trust_remote_code": True}
-    path = PeftConfig.from_pretrained(str(adapters)).base_model_name_or_path
-    base = kind.from_pretrained(path, dtype=torch.float32, **trust)
-    PeftModel.from_pretrained(base, str(adapters)).merge_and_unload().save_pretrained(folder)
-    AutoProcessor.from_pretrained(adapters, **trust).save_pretrained(folder)  # or its tokenizer, if it sees no images

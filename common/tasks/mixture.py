@@ -15,7 +15,7 @@ from ..data.mixture import OF, Mixture
 from ..errors import UsageError
 
 Part = TypeVar("Part")
-EXAMPLE = "use a source and its weight a line, such as chats.jsonl: 3"
+EXAMPLE = "use one source and its weight per line, such as chats.jsonl: 3"
 
 
 def weights_of(data: str) -> dict[str, float] | None:

@@ -73,7 +73,7 @@ def read_pooling(path: str | None, mode: str, prompts: dict[str, str | None], ar
         modules, settings = _read(path, "modules.json", []), _read(path, "config_sentence_transformers.json", {})
         parts = {module["type"].rpartition(".")[2]: module["path"] for module in modules}
         if mode == "auto":
-            why = "modules.json" if parts else "no modules.json: --pooling has others"
+            why = "modules.json" if parts else "no modules.json: --pooling chooses others"
             mode = _mode_of(path, parts) if parts else "mean"
         names = dict.fromkeys(PROMPTS, (settings.get("default_prompt_name"),)) if are_alike else PROMPTS
         own = settings.get("prompts") or {}

@@ -13,7 +13,7 @@ from ..checkpoint.samples import known_by
 from ..config import RunConfig
 from ..cpu_group import CpuGroup
 from ..data.mixture import parts_of
-from ..data.sets import Batch, CollateFn, MapDataset, check_datasets
+from ..data.sets import Batch, CollateFn, MapDataset
 from ..environment import print_once
 from ..errors import UsageError
 from ..evaluation import evaluate_set
@@ -250,13 +250,13 @@ def _values_of(
 
     Model and optimizer are used up: build others for `fit`, and keep no reference to these.
     """
-    train_set, sets = check_datasets(next(iter(datasets.values())), datasets, collate_fn)
-    plan = Plan.of(config, accelerator.layout, len(train_set))
-    check_same_start(model, train_set, sets, CpuGroup(config.hang_timeout))
-    setup = check_trainable(Setup(accelerator, model, optimizer, _reference_step, plan, train_set=train_set))
+    given = accelerator, model, optimizer, _reference_step, next(iter(datasets.values())), datasets, config
+    setup = Setup.of(*given, collate_fn=collate_fn)
+    check_same_start(model, setup.train_set, setup.eval_sets, CpuGroup(config.hang_timeout))
+    setup = check_trainable(setup)
     freeze_what_is_not_trained(accelerator, model, optimizer)
     engine, found = prepare(setup), dict[str, Tensor]()
-    for name, dataset in sets.items():
+    for name, dataset in setup.eval_sets.items():
         results = evaluate_set(engine, dataset, poll=lambda: False, keeps=True)
         assert results is not None
         found[name] = torch.stack([results[1]["chosen"], results[1]["rejected"]], 1).float()

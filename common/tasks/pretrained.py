@@ -15,11 +15,17 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
+from transformers.quantizers import AutoQuantizationConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
 
 from ..environment import print_once
 from ..errors import UsageError, first_line
+from ..files import check_is_pulled
 from ..weights.on_disk import leave_on_disk, on_disk, with_random_weights
+from .tokenization import tokenizer_of
+
+TYPES = ("F64", "F32", "F16", "BF16")  # of safetensors, whose numbers are the weights themselves
+PLAIN = "use the path of the model of which it was made, with weights in float32, bfloat16 or float16"
 
 
 def load(
@@ -51,11 +57,19 @@ def load(
     options |= {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True, **trust}
     try:
         tokenizer = reads.from_pretrained(tokenizer_path, **trust) if reads else None
-        dtype = AutoConfig.from_pretrained(name_or_path, **trust).dtype
+        config = AutoConfig.from_pretrained(name_or_path, **trust)
+        options |= (dequantized := _undo_quantization(config))
         model, info = kind.from_pretrained(name_or_path, device_map={"": "meta"}, **options)
-        if not _left_on_disk(model, name_or_path):
+        folder = Folder(files_of(name_or_path))  # they are here now
+        if dequantized or not _left_on_disk(model, folder):
             model, info = kind.from_pretrained(name_or_path, **options)
+        _check_types(model, folder, bool(dequantized))
+        _check_rows(model, tokenizer)
+    except UsageError as error:
+        raise UsageError(f"--model_name_or_path {name_or_path}: {error}") from None
     except Exception as error:  # the library and its network stack raise dozens of types
+        for path in Path(name_or_path).glob("*") if Path(name_or_path).is_dir() else ():
+            check_is_pulled(path)
         if "trust_remote_code" in str(error):  # transformers would ask, in each process, if it were not told
             advice = "read it, and use --trust_remote_code to run it" if has_flag else "this recipe does not run it"
             raise UsageError(f"--model_name_or_path {name_or_path} brings Python code of its own: {advice}") from None
@@ -72,9 +86,9 @@ def load(
             f"--model_name_or_path {name_or_path}: {len(body)} weights do not fit config.json, such as {body[0]}: use "
             f"the path of another {expected}"
         )
-    if dtype in (torch.bfloat16, torch.float16):
-        model.config.dtype = dtype  # that of the exported weights
-        name = str(dtype).removeprefix("torch.")
+    if config.dtype in (torch.bfloat16, torch.float16):
+        model.config.dtype = config.dtype  # that of the exported weights
+        name = str(config.dtype).removeprefix("torch.")
         print_once(f"{name_or_path} is in {name}: trained in float32, exported in {name} again (--export_dtype)")
     if type(model)._auto_class is not None:  # its code goes with the export, from where it is loaded
         own = f"{type(model).__module__.rpartition('.')[2]}.{type(model).__name__}"
@@ -83,8 +97,8 @@ def load(
 
 
 def export_of(model: Any, processor: Any, files: Mapping[str, Any] | None = None) -> Callable[[Path], None]:
-    """What `fit` calls to write files beside the exported weights: those of the tokenizer or processor, the Python code
-    that the model brought, and {path in the folder: content of a JSON file}."""
+    """Makes the function with which `fit` writes files beside the exported weights: those of the tokenizer or
+    processor, the Python code that the model brought, and {path in the folder: content of a JSON file}."""
 
     def export(folder: Path) -> None:
         processor.save_pretrained(folder)
@@ -120,8 +134,58 @@ def exported_folder(output_dir: Path) -> str:
     return str(folder)
 
 
+def _undo_quantization(config: Any) -> dict[str, Any]:
+    """The option with which transformers computes the weights of a quantized model; empty for one that is not. Raises
+    UsageError if it cannot."""
+    parts = config, config.get_text_config()
+    given = next((found for part in parts if (found := getattr(part, "quantization_config", None))), None)
+    if given is None:
+        return {}
+    try:
+        settings = AutoQuantizationConfig.from_dict(given)
+        settings.dequantize = settings.dequantize or True
+    except Exception:  # a method that transformers does not know, or whose package is missing, or that stays quantized
+        method = given.get("quant_method", "in an unknown way")
+        raise UsageError(f"its weights are quantized ({method}): {PLAIN}") from None
+    return {"quantization_config": settings}
+
+
+def _check_types(model: PreTrainedModel, folder: "Folder", dequantized: bool) -> None:
+    """Raises UsageError if numbers in the files need a scale that nobody applied, or a loaded weight is none of
+    float32."""
+    weights = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
+    stored = {
+        kind
+        for name, kind in folder.types.items()
+        if kind not in TYPES and (kind.startswith("F") or name.rpartition(".")[2] in weights)
+    }
+    loaded = {str(weight.dtype) for weight in model.parameters() if weight.is_floating_point()} - {"torch.float32"}
+    if (stored and not dequantized) or loaded or getattr(model, "is_quantized", False):
+        raise UsageError(f"its weights are quantized ({', '.join(sorted(stored | loaded))}): {PLAIN}")
+
+
+def _check_rows(model: PreTrainedModel, tokenizer: Any) -> None:
+    """Raises UsageError if a token of the tokenizer, or of a processor's, has no row in the embedding."""
+    try:
+        num_rows = model.get_input_embeddings().num_embeddings
+    except (AttributeError, NotImplementedError):  # it embeds in another way, as CANINE hashes characters
+        return
+    tokens = tokenizer_of(tokenizer).get_vocab() if tokenizer is not None else {}
+    token = max(tokens, key=tokens.__getitem__, default="")
+    if tokens.get(token, -1) >= num_rows:
+        raise UsageError(
+            f"its tokenizer has the token {token!r} with the id {tokens[token]}, the model has {num_rows} rows for "
+            "tokens: use the path of a model with its own tokenizer"
+        )
+
+
 class Folder:
-    """Reads the weights in safetensors files, as a `TensorReader`. A whole tensor is a map of its file."""
+    """Reads the weights in safetensors files, as a `TensorReader`. A whole tensor is a map of its file.
+
+    Attributes:
+        tensors: {name: {"shape": its shape}}
+        types: {name: its type, in the words of safetensors}
+    """
 
     def __init__(self, paths: list[str]):
         files = [safe_open(path, "pt") for path in paths]
@@ -129,6 +193,7 @@ class Folder:
         self.tensors: dict[str, dict[str, Any]] = {
             name: {"shape": file.get_slice(name).get_shape()} for name, file in self._file_of.items()
         }
+        self.types = {name: file.get_slice(name).get_dtype() for name, file in self._file_of.items()}
 
     def tensor(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
         """Reads a tensor, or its range of `sizes` from `offsets`, onto the CPU."""
@@ -137,7 +202,7 @@ class Folder:
         return self._file_of[name].get_slice(name)[tuple(slice(at, at + size) for at, size in zip(offsets, sizes))]
 
 
-def _files(name_or_path: str) -> list[str]:
+def files_of(name_or_path: str) -> list[str]:
     """The safetensors files that `from_pretrained` has read; empty if it has read others."""
     find = partial(cached_file, name_or_path, local_files_only=True, _raise_exceptions_for_missing_entries=False)
     if single := find(SAFE_WEIGHTS_NAME):
@@ -147,12 +212,12 @@ def _files(name_or_path: str) -> list[str]:
     return [str(find(name)) for name in names]
 
 
-def _left_on_disk(model: PreTrainedModel, name_or_path: str) -> bool:
+def _left_on_disk(model: PreTrainedModel, folder: Folder) -> bool:
     """Whether the files hold the weights of a model on the meta device, one tensor for each, unchanged. Then each
     weight knows its place, and the buffers have their values."""
-    if getattr(model, "_weight_conversions", None) or getattr(model, "hf_quantizer", None):
+    if getattr(model, "_weight_conversions", None):
         return False
-    folder, prefix = Folder(_files(name_or_path)), f"{model.base_model_prefix}."
+    prefix = f"{model.base_model_prefix}."
     for name, weight in model.state_dict(keep_vars=True).items():
         keys = (name, name.removeprefix(prefix), prefix + name)
         key = next((key for key in keys if folder.tensors.get(key) == {"shape": list(weight.shape)}), None)
@@ -188,8 +253,8 @@ class _WithoutMemory(TorchDispatchMode):
 
 @contextmanager
 def runnable(model: PreTrainedModel) -> Iterator[None]:
-    """Lets a model run in evaluation, even if its weights are still on disk: it has random ones then, and of its layers
-    the first few, one of each type among them."""
+    """Makes a model run in evaluation, even if its weights are still on disk: with random weights, and only the first
+    few layers, one of each type among them."""
     training = model.training
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""Rows of tables as they stand in their files: no type is guessed, and a cell is the text that stands there."""
+"""Rows of tables, as their files have them: no type is guessed, and a cell is its text."""
 
 import csv
 import json
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import date, datetime, time
 from decimal import Decimal
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, dropwhile, islice
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,12 +24,14 @@ from .cache import cache_folder
 from .streams import rows_on_disk
 from .text_files import Place, ending_of, open_text, packing_of
 
-VERSION = 1  # of the rows on disk: another number makes them anew
+VERSION = 2  # of the rows on disk: another number makes them anew
 MAX_BYTES_IN_MEMORY = 16_000_000  # the rows of larger files stay on disk
 UNPACKED = 8  # times the size of a packed file, about
 ROWS_PER_READ = 1000  # of a large file
 ROWS_LOOKED_AT = 100  # for the names of the columns of a large file
 SEPARATORS = (",", ";", "\t", "|")
+EXCEL = re.compile(r'"?sep=(.)"?\s*', re.IGNORECASE)  # its first line may name the separator
+QUOTED = re.compile(r'"(?:[^"]|"")*"')  # a cell that CSV reads without its quotes
 SOLID, HALF = re.compile(r"\S"), re.compile(r"\\u[dD][89a-fA-F]")  # half of a character in UTF-16
 NARROW = ("float16", "float32")
 NO_CLASS = -1  # of `datasets`: a class that is not known
@@ -95,6 +97,12 @@ class Table:
                 found = ", ".join(self.column_names)
                 raise UsageError(f"--data {self.name} has no column {name}: use {flag} with one of {found}")
 
+    def has_classes(self, column: str | None) -> bool:
+        """Whether there is such a column, with a cell that is not empty or -1, which stand for no class."""
+        return column in self.column_names and any(
+            cell is not None and str(cell).strip() not in ("", "[]", str(NO_CLASS)) for cell in self.values(str(column))
+        )
+
     def values(self, column: str) -> Iterable[Any]:
         """The cells of a column; of "translation.de" what its cells have as "de"."""
         whole, _, part = column.partition(".")
@@ -103,7 +111,7 @@ class Table:
         return self.column(column) if self.column else (row.get(column) for row in self.each())
 
     def texts(self, column: str) -> Iterator[str | None]:
-        """The text that stands in each row of a column; None where there is none. Raises UsageError for lists."""
+        """The text in each row of a column; None if there is none. Raises UsageError for lists."""
         kind = self.kinds.get(column)
         for number, cell in enumerate(self.values(column), start=1):
             try:
@@ -112,7 +120,7 @@ class Table:
                 raise UsageError(f"--data {self.name}, row {number}, column {column}: {error}") from None
 
     def numbers(self, column: str) -> Iterator[float]:
-        """The number that stands in each row of a column. Raises UsageError where there is none."""
+        """The number in each row of a column. Raises UsageError if there is none."""
         for row, text in enumerate(self.texts(column), start=1):
             try:
                 number = float(text or "nan") if "_" not in (text or "") else math.nan  # Python reads 1_000 as 1000
@@ -277,12 +285,15 @@ def _csv_rows(place: Place, text: TextIO) -> Iterator[Row]:
     csv.field_size_limit(sys.maxsize)
     first = next((line for line in text if line.strip()), "")
     if "\0" in first:
-        raise UsageError(f"{place} holds zero bytes: it is no text in UTF-8")
+        raise UsageError(f"{place} holds zero bytes: it is not UTF-8 text")
     each = ["\t"] if ending_of(place) == ".tsv" else SEPARATORS
+    if named := EXCEL.fullmatch(first):
+        each, first = [named[1]], next(text, "")
     separator = next((one for one in each if len(next(csv.reader([first], delimiter=one), [])) > 1), each[0])
     if separator not in (",", "\t"):
-        say(f"{place}: '{separator}' stands between its columns")
-    lines = csv.reader(chain([first], text), delimiter=separator, strict=True)
+        say(f"{place}: '{separator}' separates its columns")
+    quoting: Any = _quoting_of_tabs(place, first) if separator == "\t" else csv.QUOTE_MINIMAL
+    lines = csv.reader(chain([first], text), delimiter=separator, strict=True, quoting=quoting)
     try:
         header = next(lines, [])
         if twice := [name for name, number in Counter(header).items() if number > 1 and name]:
@@ -290,15 +301,44 @@ def _csv_rows(place: Place, text: TextIO) -> Iterator[Row]:
         for number, cells in enumerate(filter(None, lines), start=1):
             if len(cells) > len(header):
                 raise UsageError(
-                    f"{place}: row {number} has {len(cells)} values, the header has {len(header)} names: put a text "
-                    f'that holds "{separator}" into quotes'
+                    f"{place}: row {number} has {len(cells)} values, the header has {len(header)} names: put text "
+                    f'that contains "{separator}" in quotes'
                 )
             yield dict(zip(header, cells))
     except csv.Error as error:
         raise UsageError(
-            f'{place}, line {lines.line_num}: {error}: put a text that holds quotes into quotes, and write "" for each '
-            "of its own"
+            f"{place}, line {lines.line_num}: {error}: put text that contains quotes in quotes, and "
+            "double the quotes inside"
         ) from None
+
+
+def _quoting_of_tabs(place: Place, first: str) -> Any:
+    """Whether quotes are text, as text/tab-separated-values says; or CSV's, which many programs write there: if more
+    rows have a cell for each name then, or as many, and the header is in quotes or quotes are doubled. A line says what
+    is assumed, if it matters."""
+    fits, sizes, begins, doubled = list[tuple[int, int]](), list[int](), False, False
+    for quoting in (csv.QUOTE_NONE, csv.QUOTE_MINIMAL):
+        with open_text(place, "", says_encoding=False) as text, suppress(csv.Error):
+            lines = csv.reader(dropwhile(first.__ne__, text), delimiter="\t", strict=True, quoting=quoting)
+            header, widths = next(lines, []), Counter[int]()
+            for cells in chain([header], filter(None, lines)):
+                widths[len(cells)] += 1
+                if not fits and (quoted := [cell for cell in cells if cell.startswith('"')]):
+                    begins = True
+                    doubled |= cells is header or any('""' in cell and QUOTED.fullmatch(cell) for cell in quoted)
+            good, size = widths[len(header)], widths.total()
+            fits.append((good if len(header) > 1 else 0, good - size))
+            sizes.append(size - 1)
+        if not begins:
+            break
+    if len(fits) < 2:
+        return csv.QUOTE_NONE
+    as_csv = fits[1] > fits[0] or (fits[1] == fits[0] and doubled)
+    rule, other = (
+        ("stand around cells, as in CSV", "as text") if as_csv else ("are text, as in all such files", "as CSV")
+    )
+    say(f"{place}: its quotation marks {rule}: {sizes[as_csv]:,} rows ({other} {sizes[not as_csv]:,})")
+    return csv.QUOTE_MINIMAL if as_csv else csv.QUOTE_NONE
 
 
 def _json_rows(place: Place, text: TextIO, halves: Counter[str]) -> Iterator[tuple[Row, str]]:
@@ -316,8 +356,8 @@ def _json_rows(place: Place, text: TextIO, halves: Counter[str]) -> Iterator[tup
         if isinstance(error, UnicodeDecodeError):
             raise
         raise UsageError(
-            f'{place}, line {number}: {first_line(error)}: expected an object a line, such as {{"text": "Why?"}}, or '
-            "one list of them"
+            f'{place}, line {number}: {first_line(error)}: expected one object per line, such as {{"text": "Why?"}}, '
+            "or one list of them"
         ) from None
 
 
@@ -328,7 +368,7 @@ def _items(text: str) -> Iterator[str]:
         end = _after_gap(text, DECODER.raw_decode(text, at)[1])
         yield text[at:end]
         if text[end : end + 1] not in (",", "]"):
-            raise ValueError(f"the list goes on with {text[end : end + 20]!r}")
+            raise ValueError(f"the list continues with {text[end : end + 20]!r}")
         at = _after_gap(text, end + 1) if text[end] == "," else end
     if text[at:].strip() != "]":
         raise ValueError("the list does not end with ]")
@@ -366,7 +406,7 @@ def _object(pairs: list[tuple[str, Any]]) -> Row:
     found = dict(pairs)
     if len(found) < len(pairs):
         name, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise ValueError(f"the name {name} stands twice in one object")
+        raise ValueError(f"the name {name} occurs twice in one object")
     return found
 
 

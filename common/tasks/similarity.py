@@ -26,8 +26,8 @@ def candidates(values: Values) -> tuple[Tensor, Tensor]:
 
 
 def _scores(values: Values) -> Tensor:
-    """Cosines of each query and candidate, times `scale`, shape (batch, candidates). Minus infinity stands for what is
-    no negative of the query: another document of an equal query, a text equal to one of those, or to the query."""
+    """Cosines of each query and candidate, times `scale`, shape (batch, candidates). Minus infinity marks what is no
+    negative of the query: another document of an equal query, a text equal to one of those, or to the query."""
     vectors, texts = candidates(values)
     query, document = values["text_ids"][:, 0], values["text_ids"][:, 1]
     right = (query[:, None] == query).float() @ (document[:, None] == texts).float() > 0

@@ -1,11 +1,13 @@
-"""Where data lie: a file, a folder or the Hub; which files are read, and to which split they belong."""
+"""Sources of data: a file, a folder or the Hub; which files are read, and to which split they belong."""
 
 import glob
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain, zip_longest
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -13,6 +15,8 @@ import torch
 
 from ..data.facts import say
 from ..errors import RunError, UsageError, first_line
+from ..files import check_is_pulled
+from ..records.run_card import read_card
 from .cache import cache_folder, first_process_first
 from .mixture import weights_of
 from .rows import Table, table_of, table_of_dataset
@@ -28,6 +32,7 @@ SPLITS = {
     "validation": ("validation", "valid", "val", "dev"),
 }
 SHARD = re.compile(r"-\d{5,}-of-\d{5,}$")  # of a split in several files: train-00000-of-00003.parquet
+OUTPUT = ("run.json", "metrics.jsonl", "predictions.jsonl", "model", "best", "checkpoints", "previous")  # of a run
 # Files of the Hub, and of `datasets`, about data.
 ABOUT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 # Options of a builder of `datasets` that do not say how to read a file.
@@ -56,48 +61,83 @@ class Files:
     kinds: dict[str, Any] = field(default_factory=dict)
 
 
-def load_tables(data: str, advice: str, max_samples: int | None = None) -> list[Table]:
+def load_tables(
+    data: str, advice: str, max_samples: int | None = None, is_labelled: Callable[[Table], bool] = lambda table: True
+) -> list[Table]:
     """The training split and, if there is one, the evaluation split of a dataset, as the rows of its files.
 
     Args:
-        data: a .csv, .tsv, .json, .jsonl or .parquet file, perhaps packed; a folder of such files; or a Hub id.
+        data: a .csv, .tsv, .json, .jsonl or .parquet file, perhaps packed; a folder of such files, or that
+            `save_to_disk` of `datasets` wrote; or a Hub id.
         advice: end of the error message: what to type instead.
         max_samples: read so many rows of each split, without downloading the rest.
+        is_labelled: whether a split can be evaluated: the first of test and validation is taken that can.
 
     Raises:
         UsageError: no data, no network, no training split, or a split without rows.
     """
     files = table_files(data, advice)
     if files is None or all(ending_of(place) == ".parquet" for places in files.splits.values() for place in places):
-        return [table_of_dataset(data, split) for split in _load_splits(data, advice, max_samples, files)]
-    return [table_of(data, files.splits[name], max_samples, files.kinds) for name in _names(data, files.splits)]
+        names, read = _datasets_of(data, advice, max_samples, files)
+    else:
+        names, read = _names(data, files.splits), partial(_read_files, data, files, max_samples)
+    tables = [read(names[0])]
+    for name, following in zip_longest(names[1:], names[2:]):
+        if is_labelled(table := read(name)):
+            return [*tables, table]
+        instead = f"{following} is read in its place" if following else "it is left out"
+        say(f"--data {data}: the {name} split has no classes: {instead}")
+    return tables
 
 
-def _load_splits(data: str, advice: str, max_samples: int | None, files: Files | None) -> list[Any]:
-    """What `load_tables` returns, of Parquet files or of a Hub id, each a `datasets.Dataset`."""
+def _read_files(data: str, files: Files, max_samples: int | None, name: str) -> Table:
+    named = f"{data}, {name}" if len(files.splits) > 1 else data
+    return table_of(named, files.splits[name], max_samples, files.kinds)
+
+
+def _datasets_of(
+    data: str, advice: str, max_samples: int | None, files: Files | None
+) -> tuple[list[str], Callable[[str], Table]]:
+    """(names of the splits as `_names` gives them, what reads one) of Parquet files, a saved dataset or a Hub id."""
     import datasets  # not at the top: the import takes seconds
 
-    where: tuple[str, Any] = str(local_path(data)) if _has_card(local_path(data)) else data, None
+    path = local_path(data)
+    where: tuple[str, Any] = str(path) if _has_card(path) else data, None
     if files is not None:  # for `datasets` a path is a pattern
+        for place in chain.from_iterable(files.splits.values()):
+            check_is_pulled(Path(place))
         escaped = {name: [glob.escape(str(place)) for place in places] for name, places in files.splits.items()}
         where = "parquet", escaped
+    folder = ""
     with _errors_in_one_line(data, advice):
-        if max_samples is None:
+        if is_saved(path):
+            found = datasets.load_from_disk(str(path))
+            splits = found if isinstance(found, dict) else {"train": found}
+        elif max_samples is None:
             # The first process of each machine downloads and converts. The others then read the cache.
             with first_process_first():
                 splits = datasets.load_dataset(where[0], data_files=where[1])
         else:
             builder = datasets.load_dataset_builder(where[0], data_files=where[1])
-            streams = builder.as_streaming_dataset()
-            splits = {
-                name: convert_stream(streams[name], cache_folder(builder.cache_dir, name), max_samples)
-                for name in _names(data, streams)
-            }
-    names = _names(data, splits)
-    for name in names:
-        if len(splits[name]) == 0:
+            splits, folder = builder.as_streaming_dataset(), builder.cache_dir
+
+    def read(name: str) -> Table:
+        split = splits[name]
+        with _errors_in_one_line(data, advice):
+            if folder and max_samples:
+                split = convert_stream(split, cache_folder(folder, name), max_samples)
+            elif max_samples:
+                split = split.select(range(min(max_samples, len(split))))
+        if len(split) == 0:
             raise UsageError(f"--data {data}: the {name} split has no rows")
-    return [splits[name].with_format(None) for name in names]
+        return table_of_dataset(data, split.with_format(None))
+
+    return _names(data, splits), read
+
+
+def is_saved(folder: Path) -> bool:
+    """Whether `save_to_disk` of `datasets` wrote a folder."""
+    return (folder / "dataset_dict.json").is_file() or any(folder.glob("data-*-of-*.arrow"))
 
 
 def table_files(data: str, advice: str) -> Files | None:
@@ -107,6 +147,8 @@ def table_files(data: str, advice: str) -> Files | None:
         raise UsageError(f"--data {data}: this recipe takes one source: use it without a weight")
     path = local_path(data)
     if path.is_dir():
+        if is_saved(path):
+            return None
         return _find_files(data, str(path), advice) if _has_card(path) else files_of_folder(data, path, TABLES, advice)
     if path.is_file():
         if ending_of(path) not in TABLES:
@@ -119,7 +161,7 @@ def table_files(data: str, advice: str) -> Files | None:
 def _check_is_hub_id(data: str, path: Path, advice: str) -> None:
     """Raises UsageError if `--data`, where there is no file or folder of this name, cannot be a Hub id."""
     if os.path.lexists(path):
-        raise UsageError(f"--data {data} is no file or folder that can be read; {advice}")
+        raise UsageError(f"--data {data} is not a file or folder that can be read; {advice}")
     if ending_of(path) in (*TABLES, ".txt") or not HUB_ID.fullmatch(data):
         raise UsageError(f"--data {data}: no such file or folder; {advice}")
 
@@ -162,13 +204,13 @@ def files_of_folder(data: str, folder: Path, kinds: dict[str, str], advice: str)
         others += map(Path, unnamed)
     elif unnamed:
         splits["train"] = unnamed
-    chosen = {name: splits.pop(name) for name in _names(data, splits)}
-    others += [Path(place) for places in splits.values() for place in places]
-    if len(chosen) > 1 or others:
-        read = [f"{len(places):,} for {name}" for name, places in chosen.items()]
+    names = _names(data, splits)
+    others += [Path(place) for name in names[2:] for place in splits[name]]
+    if len(names) > 1 or others:
+        read = [f"{len(splits[name]):,} for {name}" for name in names[:2]]
         left = [f"{len(others):,} not read, such as {others[0].name}"] if others else []
         say(f"files of --data {data}, by their names: {', '.join(read + left)}")
-    return Files(chosen)
+    return Files({name: splits[name] for name in names})
 
 
 def walk(folder: Path, twice: bool = False) -> tuple[list[str], LeftOut]:
@@ -194,19 +236,13 @@ def walk(folder: Path, twice: bool = False) -> tuple[list[str], LeftOut]:
         with os.scandir(folder / below) as found:
             entries = sorted(found, key=lambda entry: entry.name)
         for entry in entries:
-            path, why = below + entry.name, ""
-            if entry.name.startswith("."):
-                why = "hidden"
-            elif entry.is_symlink() and not Path(entry.path).exists():  # or a link to itself
-                why = "broken links"
+            path = below + entry.name
+            if why := _why_not(entry):
+                left_out.setdefault(why, []).append(path)
             elif entry.is_dir():
                 visit(path + "/", known)
-            elif entry.is_file():
+            else:
                 files.append(path)
-            else:  # such as a pipe, which would be waited for
-                why = "no ordinary files"
-            if why:
-                left_out.setdefault(why, []).append(path)
         if below and not entries:
             left_out.setdefault("empty folders", []).append(below)
 
@@ -215,6 +251,19 @@ def walk(folder: Path, twice: bool = False) -> tuple[list[str], LeftOut]:
     except OSError as error:
         raise UsageError(f"{error.filename} cannot be read: {error.strerror}") from None
     return files, left_out
+
+
+def _why_not(entry: os.DirEntry[str]) -> str:
+    """Why a file or folder is not read; "" if it is."""
+    path = Path(entry.path)
+    if entry.name.startswith("."):
+        return "hidden"
+    if entry.is_symlink() and not path.exists():  # or a link to itself
+        return "broken links"
+    is_output = entry.name in OUTPUT
+    if (is_output or entry.is_dir()) and "command" in read_card(path.parent if is_output else path):
+        return "output of runs"
+    return "" if entry.is_dir() or entry.is_file() else "no ordinary files"  # such as a pipe, which would be waited for
 
 
 def _split_of(path: Path) -> str | None:
@@ -262,11 +311,11 @@ def check_not_streamed(data: str, max_samples: int | None) -> None:
 
 
 def _names(data: str, splits: Iterable[str]) -> list[str]:
-    """The names of the training split and, if there is one, of the evaluation split. Raises UsageError."""
+    """The names of the training split and of those for evaluation, the best first. Raises UsageError."""
     names = list(splits)
     if "train" not in names:
         raise UsageError(f"--data {data}: expected a train split, found {', '.join(names)}")
-    return ["train", *[name for name in ("test", "validation", "valid") if name in names][:1]]
+    return ["train", *[name for name in ("test", "validation", "valid") if name in names]]
 
 
 @contextmanager

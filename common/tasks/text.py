@@ -86,7 +86,7 @@ class TokenDataset(InMemoryDataset):
 
 
 def load_tokens(
-    data: str, tokenizer: Any, context: int, max_samples: int | None = None
+    data: str, tokenizer: Any, context: int, max_samples: int | None = None, flag: str = "context"
 ) -> tuple[TokenDataset, TokenDataset]:
     """Loads a text and cuts it into blocks.
 
@@ -100,6 +100,7 @@ def load_tokens(
         tokenizer: a tokenizer of transformers.
         context: tokens per block.
         max_samples: read only so many rows of a data set, as a stream; see `load_tables`.
+        flag: the recipe's name for `context`.
 
     Returns:
         (training set, evaluation set). If the source has only one split, its last tenth is held out.
@@ -107,7 +108,7 @@ def load_tokens(
     Raises:
         UsageError: no data, not text, or too short for a block.
     """
-    texts = _texts(data, max_samples)
+    texts = texts_of(data, max_samples)
     is_large = sum(text.num_bytes for text in texts) > MAX_BYTES_IN_MEMORY
     files = [_token_file(text, tokenizer) if is_large else None for text in texts]
     parts = [
@@ -120,13 +121,13 @@ def load_tokens(
     if len(train) <= context or len(evaluation) < 2:
         raise UsageError(
             f"--data {data} has {len(train)} training and {len(evaluation)} evaluation tokens: a block needs "
-            f"{context + 1}; use a smaller --context or use more text"
+            f"{context + 1}; use a smaller --{flag} or use more text"
         )
     return TokenDataset(train, context, True, files[0]), TokenDataset(evaluation, context, False, files[1])
 
 
 @dataclass(frozen=True)
-class _Text:
+class Text:
     """A text to read in pieces.
 
     Attributes:
@@ -142,7 +143,7 @@ class _Text:
     pieces: Callable[[], Iterator[str]]
 
 
-def _texts(data: str, max_samples: int | None) -> list[_Text]:
+def texts_of(data: str, max_samples: int | None = None) -> list[Text]:
     """The text of each split. Raises UsageError."""
     files = [] if data == "stdlib" else _text_files(data)
     if files is None:
@@ -151,7 +152,7 @@ def _texts(data: str, max_samples: int | None) -> list[_Text]:
     if data == "stdlib":
         folder = Path(sysconfig.get_path("stdlib"))
         text = "".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.py")))[:STDLIB_CHARACTERS]
-        return [_Text(data, None, len(text), lambda: iter([text]))]
+        return [Text(data, None, len(text), lambda: iter([text]))]
     return [_text_of_files(data, places) for places in files]
 
 
@@ -167,15 +168,15 @@ def _text_files(data: str) -> list[list[Place]] | None:
         if ".txt" in found:
             raise UsageError(f"--data {data} holds {found['.txt']} and {tables[0]}: use the path of one")
         return None  # .md and .py files beside tables are about them
-    return [*files_of_folder(data, path, TEXTS, ADVICE).splits.values()]
+    return [*files_of_folder(data, path, TEXTS, ADVICE).splits.values()][:2]
 
 
-def _text_of_files(data: str, places: list[Place]) -> _Text:
+def _text_of_files(data: str, places: list[Place]) -> Text:
     try:
         facts = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in map(Path, places)]
     except OSError as error:  # a link may lead nowhere
         raise UsageError(f"{error.filename} cannot be read: {error.strerror}") from None
-    return _Text(data, facts, sum(size for _, size, _ in facts), partial(_pieces, places))
+    return Text(data, facts, sum(size for _, size, _ in facts), partial(_pieces, places))
 
 
 def _pieces(places: list[Place]) -> Iterator[str]:
@@ -192,7 +193,7 @@ def _pieces(places: list[Place]) -> Iterator[str]:
                 piece = following
 
 
-def _text_of_rows(table: Table) -> _Text:
+def _text_of_rows(table: Table) -> Text:
     if "text" not in table.column_names:
         raise UsageError(f"--data {table.name}: expected a text column, found {', '.join(table.column_names)}")
 
@@ -202,10 +203,10 @@ def _text_of_rows(table: Table) -> _Text:
                 raise UsageError(f"--data {table.name}: row {number} has no text: remove it")
             yield text + "\n" * (number < len(table))
 
-    return _Text(table.name, table.key, table.num_bytes, pieces)
+    return Text(table.name, table.key, table.num_bytes, pieces)
 
 
-def _token_file(text: _Text, tokenizer: Any) -> Path:
+def _token_file(text: Text, tokenizer: Any) -> Path:
     """The file with the tokens of a text, which the first process of each machine writes once."""
     name = "tokens.uint8" if is_bytewise(tokenizer) else "tokens.int32"
 

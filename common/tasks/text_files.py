@@ -13,6 +13,7 @@ from typing import Any
 
 from ..data.facts import say
 from ..errors import UsageError, first_line
+from ..files import check_is_pulled
 
 Place = Path | str  # a file of this machine, or the address of one on the Hub
 PACKED = (".gz", ".bz2", ".xz", ".zst")
@@ -78,21 +79,24 @@ def open_bytes(place: Place) -> io.BufferedReader:
 
 
 @contextmanager
-def open_text(place: Place, newline: str | None) -> Iterator[io.TextIOWrapper]:
+def open_text(place: Place, newline: str | None, says_encoding: bool = True) -> Iterator[io.TextIOWrapper]:
     """The text of a file in UTF-8, or in UTF-16 or UTF-32 if it begins with their mark, which a line says.
 
     Args:
         place: the file.
         newline: as in `open`.
+        says_encoding: whether to print that line.
 
     Raises:
         UsageError: from the body of `with`, too, if the file cannot be read or is no text.
     """
+    if isinstance(place, Path):
+        check_is_pulled(place)
     try:
         with open_bytes(place) as file:
             start = file.peek(4)[:4]
             encoding = next((name for mark, name in MARKS.items() if start.startswith(mark)), "utf-8-sig")
-            if encoding != "utf-8-sig":
+            if encoding != "utf-8-sig" and says_encoding:
                 say(f"{place} is read as {encoding.upper()}, as its first bytes say")
             with io.TextIOWrapper(file, encoding=encoding, newline=newline) as text:
                 try:

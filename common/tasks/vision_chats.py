@@ -1,6 +1,7 @@
 """Conversations with images: their messages, and the images in order."""
 
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ Messages = list[dict[str, Any]]  # [{"role": ..., "content": [{"type": "image"} 
 Images = list[Image.Image]  # in RGB
 MARK = "<image>"  # an image in the text of a message
 PATHS = ("image", "path", "url")  # names under which a part of a message holds its image
+NO_PATH = re.compile(r"\w+://|data:|[A-Za-z0-9+/=\s]{200,}$")  # an address, perhaps with data in it; or base64
 ADVICE = "use --data shapes for the embedded conversations, or the path of a .jsonl file"
 
 
@@ -48,7 +50,7 @@ class VisionChats:
             return self.load(self.rows[index])
 
     def select_answered(self, number: int) -> list[Conversation]:
-        """Of the first so many conversations, those that end with an answer that is a text."""
+        """Among the first so many conversations, those that end with an answer in text."""
         read = map(self.read, range(min(number, len(self))))
         found = [Conversation(messages, images=images) for messages, images in read]
         return [chat for chat in found if chat.is_answered]
@@ -149,6 +151,9 @@ class _Rows:
         """An image, a path, or a dict with "bytes" or "path", as `datasets` has it, in RGB. Raises UsageError."""
         if isinstance(image, dict):
             image = image.get("bytes") or image.get("path")
+        if isinstance(image, str) and (found := NO_PATH.match(image)):
+            what = "a web address" if "://" in found[0] else "base64"
+            raise UsageError(f"an image is {what}, {image[:40]} ...: expected the path of a file")
         path = str(local_path(image, self.folder)) if isinstance(image, str) else ""
         return self.opener(path or image, path[:200] or "an image").convert("RGB")
 
@@ -187,14 +192,16 @@ def _match_images(shown: list[dict[str, Any]], images: list[Any]) -> list[Any]:
     for part in shown:
         own = next((part[name] for name in PATHS if part.get(name)), None)
         if own is None:
+            if others := sorted(part.keys() - {"type", "index", *PATHS}):
+                raise UsageError(f'an image has {others[0]}: expected {{"type": "image", "path": "a file"}}')
             rest = left if "index" not in part else iter(images[max(0, part["index"]) :])
             own = next(rest, None)
         found.append(own)
     is_left = next(left, None) is not None and not any("index" in part for part in shown)
     if is_left or any(image is None for image in found):
         raise UsageError(
-            f"{len(shown)} places for images in its messages, {len(images)} images in its column: expected as "
-            "many, none of them empty (--images_column names the column)"
+            f"{len(shown)} places for images in its messages, {len(images)} images in its column: expected the same "
+            "number, none of them empty (--images_column names the column)"
         )
     return found
 

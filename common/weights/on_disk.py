@@ -37,7 +37,7 @@ class LazyParameter(nn.Parameter):
         return nn.Parameter.__deepcopy__(self, memo)
 
 
-# What needs no values. Another function reads the weight early, which takes memory and changes no result.
+# These need no values. Any other function reads the weight early, which takes memory and changes no result.
 READ = ["shape", "dtype", "ndim", "nbytes", "layout", "is_meta", "is_leaf", "requires_grad", "grad", "grad_fn"]
 CALLED = ["size", "dim", "numel", "stride", "is_floating_point", "is_complex", "requires_grad_"]
 FACTS = {
@@ -55,7 +55,7 @@ def leave_on_disk(weight: Tensor, reader: TensorReader, name: str) -> None:
 
 
 def origin_of(weight: Tensor) -> Origin | None:
-    """Where a weight is read from; None if it is in memory."""
+    """The source of a weight on disk; None if it is in memory."""
     return getattr(weight, "origin", None)
 
 

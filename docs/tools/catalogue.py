@@ -18,20 +18,25 @@ CERTIFICATES, PAGE = ROOT / "docs" / "certificates", ROOT / "docs" / "verified.m
 INTRODUCTION = """<!-- Written by docs/tools/catalogue.py: make verified -->
 # What was verified where, and when
 
-The first table is the summary. Each part below it is a certificate: `accelerate-recipes verify` ran the recipe in one
-process, then under each config, and compared the loss, gradient norm and learning rate of each step, the evaluations,
-and the exported weights. [verify.md](verify.md) says what "same" means. A number is the largest relative difference
-from one process; for weights the largest ‖w − w₀‖ / ‖w₀‖ of all tensors. The files are in
-[docs/certificates/](certificates/).
+The first table is the summary. Below it are the certificates. To make one:
+
+```text
+accelerate-recipes verify recipes/mnist.py
+```
+
+The command runs the recipe in one process, then under each config, and compares the loss, gradient norm and learning
+rate of each step, the evaluations, and the exported weights. [verify.md](verify.md) says what "same" means. A number is
+the largest relative difference from one process; for weights the largest ‖w − w₀‖ / ‖w₀‖ of all tensors. The files are
+in [docs/certificates/](certificates/).
 """
 RESULTS = """
-"differs": DeepSpeed's bf16 rounds at other places than autocast: 2.3 % for `image_classification.py`. Where the
-gradient of the second step differs by 2 to 10 %, the parity check ends the run. "not supported": the run says before it
-changes anything why not, and what to type.
+"differs": DeepSpeed's bf16 rounds at different points than autocast, 2.3 % for `image_classification.py`. If the
+gradient of the second step differs by 2 to 10 %, the parity check stops the run. "not supported": before it changes
+anything, the run says why and what to type.
 """
 NO_GPU = """
-**No certificate is from a GPU yet.** On a CPU, processes that communicate through gloo stand in for GPUs; fp16 runs
-there in float32. Recipes without a certificate are compared by the tests alone (`tests/process/test_one_result.py`).
+**No certificate is from a GPU yet.** CPU processes that communicate through gloo stand in for GPUs; fp16 runs in
+float32 there. Only the tests compare recipes without a certificate (`tests/process/test_one_result.py`).
 """
 
 

@@ -21,7 +21,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from accelerate_recipes.catalog import Recipe, find_recipe, read_recipe  # noqa: E402
+from accelerate_recipes.catalog import RecipeHeader, find_recipe, read_recipe  # noqa: E402
 from docs.tools.curves import curves  # noqa: E402
 
 RUNS, PAGES = ROOT / "outputs" / "gallery", ROOT / "docs" / "recipes"
@@ -32,7 +32,7 @@ IMAGES = {"pictures.png": "What the exported model makes: a column for each clas
             "confusion.png": "A row for each class, a column for each predicted one"}  # fmt: skip
 
 
-def run(recipe: Recipe) -> Path:
+def run(recipe: RecipeHeader) -> Path:
     """Runs the command of a recipe to its end, unless that was done. Returns the output folder."""
     folder = RUNS / recipe.name
     if read_card(folder).get("status") == "done":
@@ -65,7 +65,7 @@ def printed(folder: Path) -> str:
     return "\n".join(["```", *rows, "```"])
 
 
-def seen(recipe: Recipe) -> str:
+def seen(recipe: RecipeHeader) -> str:
     """What `accelerate-recipes data` says of a recipe, as a section of Markdown."""
     command = f"accelerate-recipes data recipes/{recipe.name}.py --samples 2"
     words = [sys.executable, "-m", *shlex.split(command.replace("-", "_", 1))]
@@ -74,14 +74,14 @@ def seen(recipe: Recipe) -> str:
     return f"{DATA}\n```\n$ {command}\n" + "\n".join(rows) + "\n```\n\n[How data are read](../data.md)\n\n"
 
 
-def with_data(text: str, recipe: Recipe) -> str:
+def with_data(text: str, recipe: RecipeHeader) -> str:
     """A page with what the model gets, before what the run prints."""
     end = text.index(PRINTS)
     start = text.index(DATA) if DATA in text else end
     return text[:start] + seen(recipe) + text[end:]
 
 
-def head(recipe: Recipe) -> str:
+def head(recipe: RecipeHeader) -> str:
     """What the recipe's docstring says: a page before its curves."""
     parts = [
         f"<!-- Written by docs/tools/gallery.py from a run: make gallery -->\n# {recipe.name}",
@@ -94,7 +94,7 @@ def head(recipe: Recipe) -> str:
     return "\n\n".join(parts) + "\n\n"
 
 
-def page(recipe: Recipe, folder: Path) -> str:
+def page(recipe: RecipeHeader, folder: Path) -> str:
     """The page of a recipe."""
     card = read_card(folder)
     date = datetime.fromtimestamp((folder / "run.json").stat().st_mtime, UTC).date()

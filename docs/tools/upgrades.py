@@ -21,6 +21,8 @@ MORE = {
     "transformer": TEXT,
     "transformer_experts": TEXT,
     "text_classification": ["--data", "docs/records/texts.csv"],
+    "token_classification": ["--data", "tests/data/tags.conll"],
+    "masked_lm": ["--data", "LICENSE"],
     "embeddings": ["--data", "docs/records/pairs.csv"],
     "question_answering": ["--data", "tests/data/questions.jsonl"],
     "translation": ["--data", "docs/records/pairs.csv", "--source_column", "query", "--target_column", "document"],

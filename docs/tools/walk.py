@@ -1,4 +1,4 @@
-"""Follows one training step through `common/`, and writes the walk into docs/architecture.md.
+"""Follows one training step through `common/`, and writes the walk into docs/architecture.md, or into a copy of it.
 
 python docs/tools/walk.py
 """
@@ -131,4 +131,5 @@ def written(page: str, walk: str) -> str:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    PAGE.write_text(written(PAGE.read_text(), table(walked())))
+    page = Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE
+    page.write_text(written(page.read_text(), table(walked())))

@@ -17,7 +17,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-import torch.distributed.nn  # first: imported after init_process_group, it keeps the process group for ever
+import torch.distributed.nn  # first: imported after init_process_group, it keeps the process group forever
 from safetensors.torch import load_file, save_file
 from sklearn.datasets import load_digits
 from torch import Tensor, nn

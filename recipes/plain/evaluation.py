@@ -18,7 +18,7 @@ import os
 from pathlib import Path
 
 import torch
-import torch.distributed.nn  # first: imported after init_process_group, it keeps the process group for ever
+import torch.distributed.nn  # first: imported after init_process_group, it keeps the process group forever
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch import distributed as dist

@@ -19,7 +19,7 @@ import argparse
 import os
 
 import torch
-import torch.distributed.nn  # first: imported after init_process_group, it keeps the process group for ever
+import torch.distributed.nn  # first: imported after init_process_group, it keeps the process group forever
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel

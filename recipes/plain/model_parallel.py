@@ -8,7 +8,7 @@ Idea: the second half computes the loss from the first half's output, and sends 
 Expect: the losses of one_process.py: equal by send and receive, to 3e-7 with `--pipeline` or `--data_parallel`.
 
 What people get wrong: they send no gradient back, so that the first half never learns; both processes send before they
-receive, and wait for ever; they average gradients over all processes, though the halves have different weights.
+receive, and wait forever; they average gradients over all processes, though the halves have different weights.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import os
 from pathlib import Path
 
 import torch
-import torch.distributed.nn  # first: imported after init_process_group, it keeps the process group for ever
+import torch.distributed.nn  # first: imported after init_process_group, it keeps the process group forever
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch import distributed as dist

@@ -15,7 +15,7 @@ import os
 from pathlib import Path
 
 import torch
-import torch.distributed.nn  # first: imported after init_process_group, it keeps the process group for ever
+import torch.distributed.nn  # first: imported after init_process_group, it keeps the process group forever
 from accelerate import Accelerator, DistributedType, PartialState
 from sklearn.datasets import load_digits
 from torch import Tensor, nn

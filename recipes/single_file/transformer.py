@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.nn  # first: imported after init_process_group, it keeps the process group for ever
+import torch.distributed.nn  # first: imported after init_process_group, it keeps the process group forever
 from accelerate import Accelerator, DistributedType, PartialState
 from torch import Tensor, nn
 from torch.nn import functional as F

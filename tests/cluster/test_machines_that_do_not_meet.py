@@ -183,5 +183,5 @@ def test_machine_whose_processes_come_late(tmp_path: Path, hosts: Hosts) -> None
     runs = hosts.run([node(machine, launch, timeout=60) for machine in (0, 1)], [tmp_path / "run"] * 2, tmp_path)
     assert [run.exit_code for run in runs] == [1, 1]
     lines = [error_lines(run) for run in runs]
-    assert lines[0] == ["stopped: the processes of machine 1 of 2 did not start within 4 s: its own output says why"]
-    assert lines[1] == [f"stopped: machine 0 at {ADDRESSES[0]}:29500 has gone: its own output says why"]
+    assert lines[0] == ["stopped: the processes of machine 1 of 2 did not start within 4 s: its output says why"]
+    assert lines[1] == [f"stopped: machine 0 at {ADDRESSES[0]}:29500 has gone: its output says why"]

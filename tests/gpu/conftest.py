@@ -14,29 +14,14 @@ from accelerate_recipes.common.records.hardware import hardware
 
 # Runs the tests on the CPU instead, to find mistakes in the tests on a machine without a GPU.
 REHEARSES = os.environ.get("ACCELERATE_RECIPES_REHEARSE_GPU_TESTS") == "1"
-OUTCOMES: list[dict[str, Any]] = []
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--report", type=Path, help="file for versions, figures and failures, as JSON")
+class Report:
+    """A file of JSON lines: the versions first, and then each outcome as it comes, so that a call that is killed leaves
+    what it found."""
 
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if report.when == "call" or report.outcome == "skipped":
-        outcome = {
-            "test": report.nodeid.split("::")[-1],
-            "outcome": report.outcome,
-            "seconds": round(report.duration, 1),
-        }
-        failure = {"failure": report.longreprtext[-4000:]} if report.failed else {}
-        OUTCOMES.append(outcome | dict(report.user_properties) | failure)
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    path = session.config.getoption("--report")
-    if path is not None and not hasattr(
-        session.config, "workerinput"
-    ):  # with pytest-xdist only the main process writes
+    def __init__(self, path: Path):
+        self.path = path
         facts = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "rehearsal": REHEARSES,
@@ -44,7 +29,32 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
             "hardware": hardware(),
             "versions": versions("torch", "accelerate", "transformers", "datasets", "deepspeed", "triton"),
         }
-        path.write_text(json.dumps(facts | {"tests": OUTCOMES}, indent=2) + "\n")
+        self.add(facts)
+
+    def add(self, line: dict[str, Any]) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            name, seconds = report.nodeid.split("::")[-1], round(report.duration, 1)
+            outcome = {"test": name, "outcome": report.outcome, "seconds": seconds, **dict(report.user_properties)}
+            self.add(outcome | ({"failure": report.longreprtext[-4000:]} if report.failed else {}))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--report", type=Path, help="file for versions, figures and failures, as JSON lines; it is added to"
+    )
+    parser.addoption(
+        "--part", choices=("1", "2"), help="the tests that compare each recipe with the CPU, or the others"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--report", None)
+    if path is not None and not hasattr(config, "workerinput"):  # with pytest-xdist only the main process writes
+        config.pluginmanager.register(Report(path))
 
 
 @pytest.fixture(scope="session")
@@ -55,9 +65,13 @@ def on_gpu() -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0")}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     import torch
 
+    if part := config.getoption("--part", None):
+        chosen = [item for item in items if (item.get_closest_marker("each_recipe") is None) == (part == "2")]
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
     for item in items:
         if item.get_closest_marker("gpu") is None:
             continue  # pytest hands the tests of all folders to this function

@@ -13,7 +13,7 @@ from torch import distributed as dist
 from accelerate_recipes.common.cpu_group import CpuGroup
 from accelerate_recipes.common.stopping.watchdog import Watchdog
 
-folder = Path(sys.argv[1])
+folder = Path(sys.argv[-1])
 dist.init_process_group("gloo")
 group = CpuGroup()
 Watchdog(group, folder, timeout=0).start()

@@ -12,11 +12,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from support.launching import ACCELERATE_LAUNCH, CONFIGS, environment, execute
 from support.recipes import COURSE, DISTURBED, LATEST, MNIST, RECIPES, TRANSFORMER
@@ -62,29 +63,32 @@ def together(*calls: Callable[[], Run]) -> list[Run]:
         return [future.result() for future in [pool.submit(call) for call in calls]]
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory, on_gpu: Env) -> Callable[..., Run]:
-    """reference(recipe, way) -> that recipe in one process, made once. The ways of a recipe run at the same time."""
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory, worker_id: str, on_gpu: Env) -> Callable[..., Run]:
+    """reference(recipe, way) -> that recipe in one process, made by the first test process that needs it."""
     ways = {"gpu": (on_gpu, ""), "cpu": (CPU, ""), "bf16": (on_gpu, "--mixed_precision bf16")}
-    made: dict[str, dict[str, Future[Run]]] = {}
-    pool = ThreadPoolExecutor(len(ways))
+    base = tmp_path_factory.getbasetemp()
+    shared = base if worker_id == "master" else base.parent  # pytest-xdist: one folder per process
 
     def get(recipe: str, way: str = "gpu") -> Run:
-        if recipe not in made:
-            made[recipe] = {}
-            for name, (env, options) in ways.items():
-                folder = tmp_path_factory.mktemp("reference") / "run"
-                made[recipe][name] = pool.submit(start, folder, env, "single", *RECIPES[recipe], options=options)
-        return made[recipe][way].result()
+        folder = shared / f"reference_{recipe}_{way}".replace(" ", "_")
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                env, options = ways[way]
+                start(folder.with_suffix(".unfinished") / "run", env, "single", *RECIPES[recipe], options=options)
+                folder.with_suffix(".unfinished").rename(folder)
+        return Run(0, "", "", folder / "run")
 
     return get
 
 
+@pytest.mark.each_recipe
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_float32_is_the_result_of_the_cpu(reference: Callable, recipe: str) -> None:
     assert_close(reference(recipe), reference(recipe, "cpu"))
 
 
+@pytest.mark.each_recipe
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_bf16(reference: Callable, recipe: str) -> None:
     run, expected = reference(recipe, "bf16"), reference(recipe)

@@ -42,19 +42,29 @@ RESULTS, PAGE = ROOT / "docs" / "large.json", ROOT / "docs" / "large.md"
 STEPS = 3
 # {case, config or both, whose runs may differ: why}
 KNOWN: dict[Any, str] = {
-    ("bert_pairs", "tensor_parallel"): "rounding of gradients that nearly cancel, which Adam makes steps of: equal in "
-    "float64",
+    (
+        "bert_pairs",
+        "tensor_parallel",
+    ): "rounding of gradients that nearly cancel, which Adam turns into steps: equal in float64",
     "resnet": "BatchNorm sees the samples of a micro-batch",
-    "deepspeed_zero2_bf16": "DeepSpeed rounds to bf16 at other places than one process",
+    "deepspeed_zero2_bf16": "DeepSpeed rounds to bf16 at different points than one process",
 }
 INTRODUCTION = """<!-- Written by tests/large/matrix.py: make test-large -->
 # Models of real size
 
-`make test-large` trains models with random weights for three steps under each config, with the parity check of two. The
-numbers are the largest relative differences from one process, as in a certificate ([verify.md](verify.md)). "same,
-to rounding errors": one process with other micro-batches, or on one thread, is as far from itself, as in a bias with no
-gradient but rounding ([check.md](check.md)). The step is the fastest of a run. The memory is the most that one process
-held, without that of mapped files."""
+Models with random weights train for three steps under each config, with the parity check of two. To repeat it:
+
+```text
+make test-large
+```
+
+| column | meaning |
+| --- | --- |
+| loss to learning rate | the largest relative difference from one process, as in [verify.md](verify.md) |
+| result | "same, to rounding errors": one process with other micro-batches, or on one thread, differs from itself \
+as much, for example in a bias whose gradient is only rounding ([check.md](check.md)) |
+| step | the fastest of a run |
+| memory | the most that one process held, without mapped files |"""
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def test_another_order_is_refused_and_another_schedule_or_flag_is_said(
     bad = fork(tmp_path / "bad", "single", TOLD, f"{COURSE} --order bad", succeeds=False)
     assert "the sampler returns ids from 0 to 50: expected 0 to 49" in refused(bad)
     run = fork(tmp_path / "run", "single", TOLD, f"{flags} --power 2")
-    assert "the learning rate follows another curve than in the checkpoint" in run.stdout
+    assert "the learning rate follows a different schedule than in the checkpoint" in run.stdout
     assert "the checkpoint's run had --power 1.0, this run has 2.0" in run.stdout
 
 
@@ -110,3 +110,35 @@ def test_evaluate_only(tmp_path: Path, reference: Callable[..., Run], config: st
 def test_evaluate_only_without_a_model(tmp_path: Path) -> None:
     run = fork(tmp_path / "run", "single", TOLD, f"{COURSE} --evaluate_only", succeeds=False)
     assert "no exported model in" in refused(run) and "train first" in refused(run)
+
+
+GENERATES = "tests/scripts/generates.py"
+GENERATING = "--max_steps 24 --eval_every 12 --save_predictions"
+
+
+@pytest.mark.parametrize(
+    ("config", "flags"),
+    [
+        ("ddp", "--micro_batch_size 1"),
+        ("fsdp2", ""),
+        pytest.param("single", "--micro_batch_size 1", marks=pytest.mark.full),
+        pytest.param("deepspeed_zero3", "", marks=pytest.mark.full),
+    ],
+)
+def test_answers_of_different_lengths(tmp_path: Path, reference: Callable[..., Run], config: str, flags: str) -> None:
+    """An evaluation generates, by `model.generate` and `model.module.generate`; `examples` gets all answers, and
+    numbers of their tokens, filled up to the longest."""
+    expected = reference(GENERATES, GENERATING)
+    run = fork(tmp_path / "run", config, GENERATES, f"{GENERATING} {flags}")
+    assert_same_result(run, expected)
+    rows = {
+        name: [json.loads(line) for line in (each.output_dir / "predictions.jsonl").read_text().splitlines()]
+        for name, each in (("run", run), ("expected", expected))
+    }
+    assert [row["answer"] for row in rows["run"]] == [row["answer"] for row in rows["expected"]]
+    for row, wanted in zip(rows["run"], rows["expected"]):
+        assert row["probability"] == pytest.approx(wanted["probability"], abs=1e-5)
+    for name in ("longest", "shortest", "ends"):
+        assert run.column(f"eval/{name}") == expected.column(f"eval/{name}")
+    answers = [[token for token in row["answer"] if token != -100] for row in rows["expected"]]
+    assert len({len(row["answer"]) for row in rows["run"]}) == 1 and len({len(answer) for answer in answers}) > 2

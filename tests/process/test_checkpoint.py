@@ -197,7 +197,7 @@ def test_state_of_several_parameter_groups_is_saved(tmp_path: Path, config: str)
 def test_other_number_of_processes_says_what_it_does(tmp_path: Path, undisturbed: Callable[[str, str], Run]) -> None:
     path = undisturbed("ddp", COURSE).output_dir / "checkpoints" / "step_00000012"
     run = fork(tmp_path / "run", "single", DISTURBED, f"{COURSE} --resume_from_checkpoint {path}")
-    assert "it was saved by 2 processes (DDP) and goes on in 1 process (no parallelism)\n" in run.stdout
+    assert "it was saved by 2 processes (DDP) and continues on 1 process (no parallelism)\n" in run.stdout
     assert run.column("learning_rate") == undisturbed("ddp", COURSE).column("learning_rate")[-1:]
 
 
@@ -274,7 +274,7 @@ def test_weight_without_state_of_the_optimizer_is_named(tmp_path: Path, made_onc
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000008")
     strip(tmp_path / "run" / "checkpoints" / "step_00000004", "optimizer.stem.weight.")
     run = fork(tmp_path / "run", "single", USERS, f"{flags} {LATEST}")
-    assert "it has no optimizer state for stem.weight: that state starts anew" in run.stdout
+    assert "it has no optimizer state for stem.weight: that state starts from scratch" in run.stdout
 
 
 def test_checkpoint_that_cannot_be_written(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ def cases(commands: list[str], others: list[str]) -> list[Any]:
     return found
 
 
+README = (ROOT / "README.md").read_text()
 PAGES = {path.name: commands_of(path.read_text()) for path in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
 FIRST, OF_RECIPES = PAGES.pop("README.md"), PAGES.pop("recipes.md")
 for page in ("your-model.md", "several-models.md"):  # test_your_model.py and test_two_models.py follow them
@@ -61,6 +62,8 @@ def test_there_are_commands() -> None:
 
 def write_what_it_reads(command: str, tmp_path: Path) -> None:
     """Writes the files that commands name: path/to/..., and what earlier runs left."""
+    if " train.py" in command:  # the script that the README shows
+        (tmp_path / "train.py").write_text(re.findall(r"```python\n(.*?)```", README, re.DOTALL)[0])
     write_mnist(tmp_path / "path" / "to" / "mnist")
     rows = [f"{x},{x * x % 7},{x + 1}" for x in range(100)]
     (tmp_path / "path" / "to" / "table.csv").write_text("\n".join(["rooms,age,price", *rows]))
@@ -68,6 +71,9 @@ def write_what_it_reads(command: str, tmp_path: Path) -> None:
     (tmp_path / "path" / "to" / "texts.csv").write_text("\n".join(["review,stars", *texts]))
     pairs = ["question,answer,score", *(f"where is {word},{word} is here,{len(word)}" for word in ("one", "two") * 30)]
     (tmp_path / "path" / "to" / "pairs.csv").write_text("\n".join(pairs))
+    tags = [*("ada B-PER\nwrites O\n", "a O\nprogram B-THING\n") * 20]
+    (tmp_path / "path" / "to" / "tags.conll").write_text("\n".join(tags))
+    (tmp_path / "path" / "to" / "tags.jsonl").write_text('{"words": ["good", "day"], "tags": ["B-DAY", "O"]}\n' * 90)
     asked = [{"id": "1", "question": "who", "answers": [{"text": "ann", "answer_start": 0}]}]
     paragraphs = [{"context": f"ann has seen {number} bees", "qas": asked} for number in range(40)]
     squad = {"version": "1.1", "data": [{"title": "", "paragraphs": paragraphs}]}

@@ -119,7 +119,7 @@ def test_a_part_of_a_set(asked: Ask, tmp_path: Path) -> None:
     ("arguments", "line"),
     [
         (["nothing.py"], "nothing.py"),
-        ([str(ROOT / MNIST), "--output", "no/folder/a.html"], "expected the path of a file in a folder that is there"),
+        ([str(ROOT / MNIST), "--output", "no/folder/a.html"], "there is no folder no/folder; create it"),
         (
             [str(ROOT / MNIST), "--", "--data", "./nothing"],
             "--data ./nothing: no such file or folder; use --data digits",

@@ -34,7 +34,7 @@ DRAWN: dict[tuple[str, str], str | None] = {
     ("step gathers", "ddp"): None,
     ("step gathers", "pipeline_parallel"): "a collective of all processes, and those of other stages do not call it",
     ("step returns_what_it_gathers", "ddp"): '"error" of sample',
-    ("step unfreezes_late", "fsdp2"): "the weights that want a gradient are not those of the start in step",
+    ("step unfreezes_late", "fsdp2"): "the weights with requires_grad differ from those at the start in step",
     ("step counts_with_an_iterator", "ddp"): "forward_step changes COUNT, which the parity check cannot",
     ("step counts_until_late", "ddp"): None,
     ("step follows_the_step", "deepspeed_zero2"): None,
@@ -62,7 +62,10 @@ DRAWN: dict[tuple[str, str], str | None] = {
     ("model scalar_weight", "ddp"): None,
     ("model scalar_weight", "fsdp2"): None,
     ("model scalar_weight", "fsdp2_tensor_parallel"): None,
-    ("model scalar_weight", "deepspeed_zero2"): "DeepSpeed ZeRO-2 cannot train this: RuntimeError: self.dim()",
+    (
+        "model scalar_weight",
+        "deepspeed_zero2",
+    ): "extra.weight has no dimension, and DeepSpeed cannot send it to the other processes",
     ("model empty_weight", "fsdp2"): "FSDP2 cannot train this: RuntimeError: _chunk_cat expects",
     ("model empty_weight", "deepspeed_zero2"): None,
     ("model complex_weight", "fsdp2"): None,
@@ -229,9 +232,10 @@ def test_check_that_is_off_lets_a_wrong_run_through(tmp_path: Path, reference: C
 
 DRAWS = "tests/scripts/draws.py"
 DRAWS_REFUSED = {
-    "evaluation": "sample 0 of the evaluation set has another content when it is read again: let the set draw from",
+    "evaluation": "sample 0 of the evaluation set changes when it is read again: draw from",
     "shuffled_evaluation": "of the evaluation set than process 0: build the same model and data in each process",
-    "weight": "the forward pass makes the weight gain, which neither the optimizer nor another process has: make it in",
+    "weight": "the forward pass creates the weight gain, which neither the optimizer nor another process has: make "
+    "it in",
 }
 
 

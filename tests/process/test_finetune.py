@@ -143,6 +143,51 @@ def test_adapters_go_on_with_dropout(tmp_path: Path, base: Path, config: str) ->
     assert largest_difference(still.column("eval/loss"), first.column("eval/loss")) <= 1e-6
 
 
+def write_chat_model(folder: Path) -> None:
+    """Writes a Llama in bfloat16 whose template ends an answer with another token than its settings of generation.
+    transformers reads these settings, but would not write them."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from accelerate_recipes.common.tasks.tokenization import byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"})
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = (
+        "{% for one in messages %}{{ '<|im_start|>' + one['role'] + ' ' + one['content'] + '<|im_end|>\n' }}"
+        "{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant ' }}{% endif %}"
+    )
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ends = {"bos_token_id": None, "eos_token_id": 256, "pad_token_id": 256}
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(vocab_size=259, **shape, **ends)).bfloat16().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    settings = {"do_sample": False, "temperature": 0.9, "top_p": 0.6, "eos_token_id": 256, "pad_token_id": 256}
+    (folder / "generation_config.json").write_text(json.dumps(settings))
+
+
+def test_adapter_merged_and_full_model_end_alike(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    write_chat_model(tmp_path / "base")
+    flags = f"{SHORT} --max_steps 1 --learning_rate 1e-30 --model_name_or_path {tmp_path / 'base'}"
+    full = fork(tmp_path / "full", "single", FINETUNE, flags).output_dir / "model"
+    lora = fork(tmp_path / "lora", "ddp", FINETUNE, f"{flags} --lora_rank 2 --merge").output_dir
+    tokens = torch.arange(40, 60).unsqueeze(0)
+    models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (full, lora / "merged", lora / "model")]
+    for model in models:
+        assert model.generation_config.eos_token_id == [258, 256] and model.generation_config.temperature == 0.9
+        with torch.no_grad():
+            assert torch.equal(model(tokens).logits, models[0](tokens).logits)
+    written = [load_file(folder / "model.safetensors") for folder in (full, lora / "merged")]
+    assert written[0].keys() == written[1].keys()
+    assert all(torch.equal(weight, written[1][name]) for name, weight in written[0].items())
+    assert {weight.dtype for weight in written[1].values()} == {torch.bfloat16}
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (full, lora / "merged")]
+    assert configs[0] == configs[1]
+
+
 def test_checkpoints_and_exports_hold_adapters_alone(tmp_path: Path, base: Path, adapted: Run) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

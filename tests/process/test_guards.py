@@ -118,6 +118,7 @@ def test_missing_package(tmp_path: Path, package: str, arguments: str, expected:
         if package not in entry.name:
             (links / entry.name).symlink_to(entry)
     env = {"PYTHONPATH": f"{links}{os.pathsep}{ROOT}", "ACCELERATE_USE_DEEPSPEED": str(package == "deepspeed")}
+    env |= {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"} if package == "deepspeed" else {}
     run = execute([sys.executable, "-S", str(ROOT / MNIST), *arguments.split()], tmp_path, tmp_path, env)
     assert run.exit_code == 2
     assert expected in refused(run)

@@ -109,7 +109,7 @@ def test_sixteen_bits_and_several_frames_in_two_workers(tmp_path: Path) -> None:
     flags = f"--data {tmp_path}/scans --num_workers 2 --max_steps 40 --eval_every 40"
     run = fork(tmp_path / "run", "single", SCRIPT, f"{SMALL} {flags}")
     assert run.column("eval/accuracy") == [1]
-    assert run.stdout.count("has several frames: of such images the first is taken") == 1
+    assert run.stdout.count("has several frames: the first of such images is used") == 1
     assert "80 images for training and evaluation, 2 classes: high 40, low 40" in run.stdout
 
 
@@ -196,7 +196,7 @@ def test_model_of_timm(tmp_path: Path) -> None:
         ("--data nowhere", "--data nowhere: no such folder"),
         ("--class_weights circle", "--class_weights circle: circle is no class and its weight"),
         ("--class_weights balanced --mixup 1", "--class_weights does not work with --mixup and --cutmix"),
-        ("--data DAMAGED --num_workers 1", "blue/11.png cannot be read (no image that Pillow knows"),
+        ("--data DAMAGED --num_workers 1", "blue/11.png cannot be read (not an image that Pillow knows"),
         ("--data GOOD --model_name_or_path NONE", "no image classifier there"),
     ],
 )

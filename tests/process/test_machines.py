@@ -138,7 +138,7 @@ def test_run_card_agrees_with_the_exit_code_after_training(
     run = fork(tmp_path / "run", "single", script, flags, succeeds=False)
     assert (run.exit_code, run.card["status"], run.card["exit_code"]) == (exit_code, status, exit_code)
     assert (run.card["error"] or "").startswith(line or "") and (run.output_dir / "model").exists()
-    assert exit_code or "the run is done, what the recipe does after it failed: ZeroDivisionError" in run.stderr
+    assert exit_code or "the run is done, but the recipe failed after it: ZeroDivisionError" in run.stderr
     script.write_text(script.read_text().replace(how, "pass"))
     again = fork(tmp_path / "run", "single", script, f"{flags} {LATEST}")
     assert "nothing to do" in again.stdout  # it is not trained again
@@ -148,7 +148,7 @@ def test_run_card_agrees_with_the_exit_code_after_training(
 @pytest.mark.parametrize(
     ("config", "fault", "line"),
     [
-        ("ddp", "killed", "a worker of the loader was killed, mostly for want of memory"),
+        ("ddp", "killed", "a DataLoader worker was killed, probably because memory ran out"),
         ("single", "files", "too many open files (the limit is"),
     ],
 )
@@ -231,4 +231,4 @@ def test_all_that_is_replaced_moves_or_nothing_does(tmp_path: Path) -> None:
 def test_output_dir_that_is_no_folder(tmp_path: Path, make: Callable[[Path], None]) -> None:
     make(tmp_path / "run")
     run: Run = fork(tmp_path / "run", "single", LINEAR, succeeds=False)
-    assert f"--output_dir {tmp_path / 'run'} is no folder: use another" in refused(run) and run.exit_code == 2
+    assert f"--output_dir {tmp_path / 'run'} is not a folder: use another" in refused(run) and run.exit_code == 2

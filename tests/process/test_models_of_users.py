@@ -36,8 +36,8 @@ def refused_before_training(folder: Path, config: str, arguments: str) -> str:
         ("step metric", '"accuracy" has shape (): expected (2,)'),
         ("step number", '"accuracy" is a float: expected a tensor of shape (2,)'),
         ("step detached", '"loss" has no gradient: compute it from the model output'),
-        ("set tuples", "samples are of the type tuple: expected dicts"),
-        ("set tensors", "samples are of the type Tensor: expected dicts"),
+        ("set tuples", "samples have the type tuple: expected dicts"),
+        ("set tensors", "samples have the type Tensor: expected dicts"),
         ("set none", '"z" is None in a sample: expected a tensor, number or string'),
         ("set other_names", '"z" is not in each sample'),
         ("set column_of_weights", '"weight" of a batch has shape (1, 1): expected (1,), one number per sample'),
@@ -73,7 +73,7 @@ APART = {
 @pytest.mark.parametrize(("config", "mistake"), drawn(("ddp", "fsdp2", "deepspeed_zero3"), tuple(APART)))
 def test_processes_that_start_apart(tmp_path: Path, config: str, mistake: str) -> None:
     line = refused_before_training(tmp_path, config, f"--{mistake}")
-    assert f"process 1 starts with another value of {APART[mistake]}" in line
+    assert f"process 1 starts with a different value of {APART[mistake]}" in line
 
 
 @pytest.mark.parametrize("config", ["single", "ddp", "fsdp2", "deepspeed_zero2", "deepspeed_zero3"])
@@ -111,7 +111,7 @@ def test_weights_are_exported_in_the_precision_in_which_they_are_trained(
 
 
 def test_dropout_is_said_to_depend_on_the_micro_batch_size(tmp_path: Path) -> None:
-    line = "draws random numbers, as dropout does: they depend on --micro_batch_size, here 4, not on"
+    line = "draws random numbers, such as dropout: they depend on --micro_batch_size, here 4, not on"
     arguments = f"{STEPS} --model dropout --micro_batch_size"
     alone = fork(tmp_path / "single", "single", USERS, f"{arguments} 8")
     two = fork(tmp_path / "ddp", "ddp", USERS, f"{arguments} 4")

@@ -53,6 +53,8 @@ OFTEN = {
     "mnist cnn": ("ddp", "fsdp2"),
     "linear regression": ("ddp", "fsdp2", "deepspeed_zero1"),
     "text classification": ("ddp", "tensor_parallel"),
+    "token classification": ("ddp", "fsdp2", "tensor_parallel", "pipeline_parallel", "deepspeed_zero3"),
+    "masked lm": ("ddp", "fsdp2", "tensor_parallel", "pipeline_parallel", "deepspeed_zero3"),
     "embeddings": ("ddp",),
     "translation": ("ddp", "tensor_parallel"),
     "question answering": ("ddp", "deepspeed_zero3"),

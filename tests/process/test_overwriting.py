@@ -61,7 +61,7 @@ def test_folder_with_checkpoints_of_another_run_is_not_mixed(tmp_path: Path, fin
 def test_started_again_without_a_word_loses_nothing(finished: Run) -> None:
     card = finished.card
     line = refused(fork(finished.output_dir, "single", MNIST, STEPS, succeeds=False))
-    assert "use --resume_from_checkpoint latest to go on, --overwrite_output_dir to start over" in line
+    assert "use --resume_from_checkpoint latest to continue, --overwrite_output_dir to start over" in line
     assert Run(0, "", "", finished.output_dir).card == card
 
 
@@ -93,12 +93,12 @@ def test_resuming_with_more_or_fewer_steps_says_what_it_does(tmp_path: Path) -> 
     assert "resumed from" in longer.stdout and "another curve" not in longer.stdout
     path = longer.output_dir / "checkpoints" / "step_00000006"
     fewer = fork(tmp_path / "fewer", "single", MNIST, f"{flags} --max_steps 3 --resume_from_checkpoint {path}")
-    assert "it has 6 steps, this run 3: it trains no more" in fewer.stdout
+    assert "it has 6 steps, this run 3: nothing is left to train" in fewer.stdout
 
 
 def test_latest_without_a_checkpoint_starts_fresh(tmp_path: Path) -> None:
     run = fork(tmp_path / "run", "ddp", MNIST, f"--max_steps 2 {LATEST}")
-    assert "a fresh start" in run.stdout and run.card["attempt"] == 1
+    assert "starting afresh" in run.stdout and run.card["attempt"] == 1
 
 
 def test_model_of_an_earlier_run_is_not_replaced_unasked(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_pipeline_in_bf16_is_close_to_one_process_in_bf16(tmp_path: Path) -> Non
             SCRIPT,
             f"{ARGUMENTS} --pipeline_schedule zbv",
             2,
-            "--pipeline_schedule zbv is of a pipeline: use --pipeline_s",
+            "--pipeline_schedule zbv needs a pipeline: use --pipeline_s",
         ),
         (SCRIPT, f"{ARGUMENTS} {TWO}", 3, "--pipeline_stages 2 does not divide 3 processes: use"),
         (
@@ -113,7 +113,7 @@ def test_pipeline_in_bf16_is_close_to_one_process_in_bf16(tmp_path: Path) -> Non
             2,
             "1 micro-batches per step are too few to keep --pipeline",
         ),
-        (LINEAR, TWO, 2, "Linear has no list of layers of which each gets what the one before it gave"),
+        (LINEAR, TWO, 2, "Linear has no list of layers each of which gets the output of the one before"),
         (
             USERS,
             f"--model encoder_decoder {TWO}",

@@ -16,7 +16,7 @@ from support.small_mnist import write_mnist
 
 SCRIPTS = sorted(PLAIN.glob("*.py"))
 # Without both, gloo's threads outlive Python.
-IMPORT = "import torch.distributed.nn  # first: imported after init_process_group, it keeps the process group for ever"
+IMPORT = "import torch.distributed.nn  # first: imported after init_process_group, it keeps the process group forever"
 END = "dist.destroy_process_group()  # what `train` made is freed, so gloo's threads end here; later they may abort"
 # The recipe with the scripts' order of samples (seed 0, batch 128), optimizer and schedule.
 SAME = "--model mlp --optimizer sgd --learning_rate 0.01 --lr_schedule constant --warmup_steps 0 --max_grad_norm 0 "

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from accelerate_recipes.plan.clock import bytes_to_send
-from accelerate_recipes.plan.facts import Collective, Plan
+from accelerate_recipes.plan.facts import Collective, Estimate
 from support.runs import ROOT
 from support.tool import tool
 
@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import memory
 
 
-def of_gloo(plan: Plan) -> float:
+def of_gloo(plan: Estimate) -> float:
     """Bytes that a process sends in a step through gloo, which sums whole tensors where NCCL scatters the sums, and in
     which the first process sends its part of a broadcast or gather to each other one."""
     total = 0.0

@@ -89,7 +89,7 @@ def measures(case: str, predictions: list[dict[str, Any]]) -> dict[str, float]:
             "macro_f1": metrics.f1_score(label, predicted, average="macro"),
             "matthews": metrics.matthews_corrcoef(label, predicted),
         }
-    probability = torch.tensor(columns["probability"]) / 1e9
+    probability = torch.tensor(columns["probability"])
     precision = metrics.average_precision_score(label, probability)
     each = {name: metrics.f1_score(label, probability > 0.5, average=name) for name in ("micro", "macro")}
     return {"mean_average_precision": precision, "micro_f1": each["micro"], "macro_f1": each["macro"]}
@@ -134,7 +134,7 @@ def test_losses_measures_and_scores_are_those_of_others(tmp_path: Path, data: Pa
         if case == "number":
             assert scores == pytest.approx([ours["predicted"]], rel=1e-5, abs=1e-5)
         elif "probability" in ours:
-            assert scores == pytest.approx([each / 1e9 for each in ours["probability"]], abs=1e-5)
+            assert scores == pytest.approx(ours["probability"], abs=1e-5)
         else:
             assert max(found, key=found.get) == names[ours["predicted"]]
 
@@ -183,9 +183,11 @@ def test_a_text_is_classified(tmp_path: Path) -> None:
         ("--label_column kinds", "column kinds has lists of classes: use --target classes"),
         ("--target number", "column kind, row 1 below the header: expected a number, got 'other'"),
         ("--target probability --label_column number", "in column number is none: use --target number"),
+        ("--data {folder}/one.jsonl --target number --label_column number", "evaluation texts all have one number"),
         ("--data stdlib --target number", "--data stdlib has single texts with a class each: use the path of a file"),
     ],
 )
 def test_wrong_flags(tmp_path: Path, data: Path, flags: str, line: str) -> None:
-    flags = f"--data {data} --text_column first --label_column kind {flags}"
+    (tmp_path / "one.jsonl").write_text("\n".join(map(json.dumps, [row | {"number": -1} for row in rows(20, 0)])))
+    flags = f"--data {data} --text_column first --label_column kind {flags.format(folder=tmp_path)}"
     assert line in refused(fork(tmp_path / "run", "single", SCRIPT, flags, succeeds=False))

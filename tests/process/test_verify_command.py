@@ -39,6 +39,15 @@ PLAIN_CAUSES = {
     "hook": "a hook changes gradients in each process",
     "gather": "the evaluation gathers 48 rows under DDP and 27 in one process",
 }
+PLAIN_DATA = ROOT / "tests" / "scripts" / "plain_data.py"
+DATA_CAUSES = {
+    "draws": "draws random numbers (from the generators that set_seed seeds)",
+    "own_generator": "draws from a generator of its own",
+    "small_set": "step 1 takes 8 samples under DDP and 5 in one process: prepare fills up the last batch",
+    "grows": "a step takes 16 samples under DDP and 8 in one process: divide the batch size",
+    "collate_draws": "the dataset or its collate_fn draws random numbers",
+    "not_cut": "the evaluation gathers 16 rows under DDP and 13 in one process",
+}
 Verify = Callable[..., Run]
 
 
@@ -228,3 +237,41 @@ def test_dropout_in_a_trainer_is_named(verify: Verify) -> None:
     script = ROOT / "tests" / "scripts" / "trainer.py"
     run, certificate = verified(verify, script, "--accelerate", "--steps", "4", "--", "--dropout", "0.5")
     assert run.exit_code == 1 and "draws random numbers (dropout, noise)" in certificate["cause"], run.stdout
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(c for c in DATA_CAUSES if c in ("draws", "own_generator")),
+        *(pytest.param(c, marks=pytest.mark.full) for c in DATA_CAUSES if c not in ("draws", "own_generator")),
+    ],
+)
+def test_what_the_data_of_a_script_do(verify: Verify, case: str) -> None:
+    run, certificate = verified(verify, PLAIN_DATA, "--accelerate", "--steps", "4", "--", "--case", case)
+    assert run.exit_code == 1 and DATA_CAUSES[case] in certificate["cause"]
+
+
+@pytest.mark.parametrize("case", ["cut_texts", pytest.param("cut_tensors", marks=pytest.mark.full)])
+def test_a_script_may_cut_off_what_fills_up_the_last_batch(verify: Verify, case: str) -> None:
+    run, certificate = verified(verify, PLAIN_DATA, "--accelerate", "--steps", "4", "--", "--case", case)
+    assert run.exit_code == 0 and certificate["cause"] is None
+
+
+def test_split_batches_clear_a_batch_that_grows(verify: Verify) -> None:
+    run, _ = verified(verify, PLAIN_DATA, "--accelerate", "--split_batches", "--steps", "4", "--", "--case", "grows")
+    assert run.exit_code == 0, run.stdout
+
+
+def test_a_script_that_fails_after_the_compared_steps_under_ddp(verify: Verify) -> None:
+    run, certificate = verified(verify, PLAIN_DATA, "--accelerate", "--steps", "4", "--", "--case", "crash_alone")
+    assert run.exit_code == 1 and "ValueError: the evaluation fails" in run.stdout
+    assert certificate["cause"] is None
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [("crash", "after the compared steps: ValueError: the evaluation fails"), ("nothing", "error: argument --case")],
+)
+def test_a_script_that_fails_in_one_process(verify: Verify, case: str, expected: str) -> None:
+    run = verify(PLAIN_DATA, "--accelerate", "--steps", "4", "--", "--case", case)
+    assert run.exit_code == 2 and expected in run.stderr

@@ -120,7 +120,7 @@ def test_broken_images_of_a_column_of_images_are_named(tmp_path: Path) -> None:
     flags = f"{RECIPES['vision language'][1]} --data {tmp_path / 'chats.parquet'}"
     for more, line in (
         ("", "has no column images: use --images_column with one of image"),
-        (" --images_column image", "conversation 1: an image cannot be read (no image that Pillow knows"),
+        (" --images_column image", "conversation 1: an image cannot be read (not an image that Pillow knows"),
     ):
         run = fork(tmp_path / "run", "single", VISION_LANGUAGE, flags + more, succeeds=False)
         assert line in refused(run) and run.exit_code == 2

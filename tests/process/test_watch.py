@@ -28,7 +28,7 @@ def assert_stopped(run: Run, signal_name: str, steps: range) -> None:
     assert run.exit_code != 0
     assert (run.card["status"], run.card["exit_code"]) == ("stopped", 75), run.stdout + run.stderr
     lines = [line for line in run.stderr.splitlines() if line.startswith("stopped: ")]
-    expected = rf"stopped: by {signal_name}: .*/step_\d+ is saved, use --resume_from_checkpoint latest to go on"
+    expected = rf"stopped: by {signal_name}: .*/step_\d+ is saved, use --resume_from_checkpoint latest to continue"
     assert len(lines) == 1 and re.fullmatch(expected, lines[0]), run.stderr
     assert max(run.checkpoints) in steps
     assert not (run.output_dir / "model").exists()

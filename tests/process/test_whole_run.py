@@ -20,8 +20,8 @@ OTHER, SEVERAL = "beside the hidden states: another stage of the pipeline has th
 PIPELINES = ("pipeline_parallel", "interleaved", "zbv")
 STATES: dict[tuple[str, str], str | None] = {  # None: the result of one process; else a part of the line
     **{(f"{where}{late}", "ddp"): None for where, late in product(GIVEN_BACK, ("", " --late"))},
-    ("file", "ddp"): "one process takes the first step again, from the same state, and",
-    ("logger", "fsdp2"): "one process takes the first step again, from the same state, and",
+    ("file", "ddp"): "when one process repeats the first step from the same state,",
+    ("logger", "fsdp2"): "when one process repeats the first step from the same state,",
     **{("hooks_clip", config): None for config in ("ddp", "fsdp2", "deepspeed_zero2", "tensor_parallel")},
     **{("hooks_clip_late", config): None for config in ("ddp", "fsdp2", "fsdp2_tensor_parallel")},
     ("hooks_momentum", "ddp"): "does not give the result of one process: in step 1",
@@ -41,14 +41,16 @@ BEGINS: dict[tuple[str, str], str | None] = {
     ("second_view", "pipeline_parallel"): f"calls blocks.1 2 {SEVERAL}",
     ("target", "zbv"): f"calls blocks.2 2 {SEVERAL}",
     ("dropout", "pipeline_parallel"): "the layers of LateNet draw random numbers",
-    ("early_exit", "pipeline_parallel"): "decides by stem.",
+    ("early_exit", "pipeline_parallel"): "branches on stem.",
     ("penalty", "interleaved"): OTHER,
-    ("number", "pipeline_parallel"): "decides by blocks.0.up.weight",
+    ("number", "pipeline_parallel"): "branches on blocks.0.up.weight",
     ("norm_in_a_hook", "pipeline_parallel"): OTHER,
     ("clipping", "pipeline_parallel"): "into another tensor: another stage of the pipeline has that",
     ("activity", "tensor_parallel"): "in step 4 a pass computes the values of forward_step of mean",
     ("cap", "tensor_parallel"): "linalg_vector_norm",
     ("dropout", "tensor_parallel"): "in step 4 a pass computes",
+    ("units", "tensor_parallel"): "process 1 has another blocks.0.active than the processes before it",
+    ("skipped_layer", "ddp"): "no pass of this step uses blocks.1.norm.weight, as earlier steps did, and DDP waits for",
     ("penalty", "tensor_parallel"): "TP 2 cannot train this: RuntimeError",
 }
 
@@ -89,4 +91,28 @@ def test_what_begins_late_has_one_result_or_ends_the_run(
 
 def test_a_line_names_a_file_that_the_check_has_written(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", STATE, "--where file --late", "ddp")
-    assert run.exit_code == 0 and "the steps that one process took alone also wrote" in run.stdout
+    assert run.exit_code == 0 and "the parity check also wrote" in run.stdout
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_rehearsal_is_compared_again_at_step_10(tmp_path: Path, begins: bool) -> None:
+    run = run_of(
+        tmp_path / "run", LATE, f"--max_steps 12 --eval_every 12 --what {'factor' if begins else 'nothing'}", "ddp"
+    )
+    if begins:
+        assert "DDP does not give the result of one process: in step 10, " in refused(run)
+        assert "the first steps were the same; something begins later" in run.stderr
+    else:
+        assert run.exit_code == 0 and run.card["num_steps"] == 12
+
+
+@pytest.mark.parametrize("what", ["factor", "nothing"])
+def test_steps_after_a_save_are_compared(tmp_path: Path, what: str) -> None:
+    flags = f"--check_steps 0 --max_steps 7 --save_every 2 --check_every 4 --what {what}"
+    run = run_of(tmp_path / "run", LATE, flags, "pipeline_parallel" if what == "nothing" else "ddp")
+    if what == "factor":
+        line, path = refused(run), tmp_path / "run" / "checkpoints" / "step_00000004"
+        assert f"does not give the result of one process after {path}: the grad_norm of step 5 is" in line
+        assert f"late.py --checkpoint {path} looks for the cause" in line
+    else:
+        assert run.exit_code == 0 and "not compared" not in run.stdout, run.stderr

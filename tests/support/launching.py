@@ -77,6 +77,11 @@ def accelerate_forked(arguments: list[str], cwd: Path, output_dir: Path, env: di
     return _forked(forking.supervise, arguments[1:], cwd, env or {}, output_dir)
 
 
+def fork_script(script: str | Path, arguments: list[str], cwd: Path, env: dict[str, str] | None = None) -> Run:
+    """Runs `python <script> <arguments>` in a fork."""
+    return _forked(forking.run_script, [str(ROOT / script), *arguments], cwd, env or {}, cwd)
+
+
 def fork_command(command: list[str], cwd: Path, env: dict[str, str]) -> Run:
     """Forks what a command of the tool starts: `accelerate launch`, or a recipe up to its call of `fit`."""
     if command[1:3] == ACCELERATE_LAUNCH[1:]:

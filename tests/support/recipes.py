@@ -7,6 +7,8 @@ MNIST = "recipes/mnist.py"
 LINEAR = "recipes/linear_regression.py"
 TRANSFORMER = "recipes/transformer.py"
 TEXT_CLASSIFICATION = "recipes/text_classification.py"
+TOKEN_CLASSIFICATION = "recipes/token_classification.py"
+MASKED_LM = "recipes/masked_lm.py"
 EMBEDDINGS = "recipes/embeddings.py"
 QUESTION_ANSWERING = "recipes/question_answering.py"
 TRANSLATION = "recipes/translation.py"
@@ -55,6 +57,7 @@ TEXT += " --learning_rate 1e-3"
 # Sentences of docs/: with their pages, cut in two, with questions. The embedded data are large, and take seconds.
 ENCODER = "--vocabulary 512 --max_length 32 --hidden_size 32 --batch_size 16 --learning_rate 1e-3 --eval_every 20"
 CLASSES = f"--data {ROOT}/tests/data/texts.csv {ENCODER}"
+TAGS = f"--data {ROOT}/tests/data/tags.conll {ENCODER} --max_length 64"
 PAIRS = f"--data {ROOT}/tests/data/pairs.csv {ENCODER} --temperature 0.2"
 QUESTIONS = f"--data {ROOT}/tests/data/questions.jsonl {ENCODER} --stride 8"
 TRANSLATIONS = f"--data {ROOT}/tests/data/pairs.csv --source_column query --target_column document --max_length 32 "
@@ -70,6 +73,8 @@ RECIPES = {
     "transformer": (TRANSFORMER, STEPS + TEXT),
     "experts": (TRANSFORMER, STEPS + TEXT + " --num_experts 4"),
     "text classification": (TEXT_CLASSIFICATION, STEPS + CLASSES),
+    "token classification": (TOKEN_CLASSIFICATION, STEPS + TAGS),
+    "masked lm": (MASKED_LM, STEPS + f"--data {ROOT / 'LICENSE'} {ENCODER}"),
     "embeddings": (EMBEDDINGS, STEPS + PAIRS),
     "question answering": (QUESTION_ANSWERING, STEPS + QUESTIONS),
     "translation": (TRANSLATION, STEPS + TRANSLATIONS),

@@ -37,7 +37,9 @@ RECORDS = [
     training(40, 2.0),
     evaluation(40, loss=3.0, accuracy=0.75),
 ]
-STOPPED = "stopped: by SIGTERM: step_1/checkpoints/step_00000036 is saved, use --resume_from_checkpoint latest to go on"
+STOPPED = (
+    "stopped: by SIGTERM: step_1/checkpoints/step_00000036 is saved, use --resume_from_checkpoint latest to continue"
+)
 EARLIER = [
     {"first_step": 0, "status": "running", "exit_code": None, "error": None},
     {"first_step": 0, "status": "stopped", "exit_code": 75, "error": STOPPED},

@@ -12,10 +12,10 @@ def write_idx(path: Path, values: numpy.ndarray) -> None:
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
 
 
-def write_mnist(folder: Path, suffix: str = "") -> None:
+def write_mnist(folder: Path, suffix: str = "", num_images: int = 256) -> None:
     """Writes the four files of MNIST with a few images. The brightness of an image gives its class."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, size in (("train", 256), ("t10k", 50)):
+    for name, size in (("train", num_images), ("t10k", 50)):
         labels = numpy.arange(size) % 4
         images = numpy.broadcast_to(labels[:, None, None] * 60, (size, 12, 12))
         write_idx(folder / f"{name}-images-idx3-ubyte{suffix}", images)

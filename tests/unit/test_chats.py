@@ -51,6 +51,18 @@ def test_answers_alone_are_trained() -> None:
     assert bytes(sample["labels"][sample["labels"] != IGNORED].tolist()).decode() == "Because.\x03"
 
 
+def test_messages_of_weight_0_are_context() -> None:
+    plain = chats([QUESTION, ANSWER, QUESTION, ANSWER]).rows[0]
+    some = chats([QUESTION, ANSWER | {"weight": 0}, QUESTION | {"weight": 1}, ANSWER | {"weight": 1}]).rows[0]
+    half = len(plain["tokens"]) // 2
+    assert some["tokens"] == plain["tokens"] and not any(some["trained"][:half])
+    assert some["trained"][half:] == plain["trained"][half:] and some["num_trained"] == plain["num_trained"] / 2
+    with pytest.raises(
+        UsageError, match=r"message 2 .assistant. has the weight 0\.5: expected 1, or 0 for one that is"
+    ):
+        chats([QUESTION, ANSWER | {"weight": 0.5}])
+
+
 def test_umlauts_have_several_tokens() -> None:
     row = chats([{"role": "user", "content": "Größe?"}, {"role": "assistant", "content": "Übergröße €"}]).rows[0]
     assert trained_text(row) == "Übergröße €\x03"
@@ -406,3 +418,15 @@ def test_plain_template_begins_and_ends_as_the_tokenizer_does() -> None:
     row = encode([QUESTION, ANSWER], with_chat_template(tokenizer, model), 100)
     assert tokenizer.decode(row["tokens"]) == "<s><|user|>Why?</s><|assistant|>Because.</s>"
     assert model.config.eos_token_id == model.generation_config.eos_token_id == [257, 3]
+
+
+def test_mark_of_several_tokens_ends_no_answer_at_its_first(capsys: pytest.CaptureFixture) -> None:
+    tokenizer, (model, _) = byte_tokenizer(), small_chat_model(64, "sdpa")
+    known = model.generation_config.eos_token_id
+    for mark, ends in (("</answer>", known), ("</a><|end|>", [256, known])):
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>"]})
+        tokenizer.chat_template = "{% for one in messages %}{{ one['content'] + '" + mark + "' }}{% endfor %}"
+        with_chat_template(tokenizer, model)
+        found = model.generation_config.eos_token_id
+        assert (found if isinstance(ends, list) else found[0]) == ends
+    assert capsys.readouterr().out.count("ends an answer with '</answer>', which is no single token") == 1

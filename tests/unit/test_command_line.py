@@ -32,8 +32,16 @@ from accelerate_recipes.common.schedule import Schedule
         ("--ema_decay 1", "--ema_decay 1.0: expected less than 1"),
         ("--seed 3000000000", "--seed 3000000000: expected less than 2147483648"),
         ("--batch_size 100000000000", "--batch_size 100000000000: expected less than 2147483648"),
-        ("--overwrite_output_dir --resume_from_checkpoint latest", "use one of them; in a job that may be restarted"),
+        ("--max_steps 99999999999999999999", "expected less than 2147483648"),
+        ("--check_steps 100000", "--check_steps 100000: expected less than 1001"),
+        ("--deterministic --tf32", "--tf32 rounds them: use one of them"),
+        ("--output_dir /tmp/..", "--output_dir /tmp/.. is the root of the disk: use a folder of its own"),
+        ("--output_dir=", "--output_dir: expected the path of a folder, got nothing"),
+        ("--overwrite_output_dir --resume_from_checkpoint latest", "use one of them; in a job that may restart"),
         ("stray", "stray: no such flag; --help lists them"),
+        ("--tf32 True", "--tf32 takes no value, got 'True': leave the value out; --no_tf32 turns it off"),
+        ("--seed 3 --tf32=false", "--tf32 takes no value, got 'false'"),
+        ("--no-tf32 1 --seed 3", "--no_tf32 takes no value, got '1'"),
         ("--num_processes 4", "--num_processes belongs before the script: accelerate launch --num_processes ... "),
         ("--config-file=x.yaml", "--config_file belongs before the script: accelerate launch --config_file ... "),
     ],
@@ -130,6 +138,7 @@ def test_commit_is_dirty_by_tracked_files_only(tmp_path: Path, monkeypatch: pyte
     assert git_commit() == f"{commit}-dirty" and "+changed" in (git_diff() or "")
 
 
-def test_flags_of_all_recipes_are_36() -> None:
+def test_flags_of_all_recipes_are_37() -> None:
     """Each costs every reader of --help: a new one replaces another, or changes this number, and says why."""
-    assert len(fields(RunConfig)) == 36  # the last one, --pipeline_schedule: no config file has the order of passes
+    # The last one, --check_every: nothing else compares a run with one process while it runs.
+    assert len(fields(RunConfig)) == 37

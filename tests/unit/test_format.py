@@ -164,7 +164,7 @@ def test_manifest_that_is_none(folder: Path, text: str) -> None:
 )
 def test_manifest_of_other_content(folder: Path, change: dict) -> None:
     rewrite(folder, lambda manifest: manifest | change)
-    with pytest.raises(DamagedError, match=r"manifest\.json is not that of a checkpoint"):
+    with pytest.raises(DamagedError, match=r"manifest\.json does not belong to a checkpoint"):
         Reader.open_verified(folder, CpuGroup())
 
 
@@ -172,7 +172,7 @@ def test_shard_that_its_writer_made_wrong(folder: Path) -> None:
     """Its digest is right: the memory of the machine that wrote it was bad."""
     (folder / SHARD).write_bytes(b"no safetensors")
     rewrite(folder, lambda manifest: manifest | {"files": {SHARD: _facts(folder / SHARD)}})
-    with pytest.raises(DamagedError, match="is no safetensors file"):
+    with pytest.raises(DamagedError, match="is not a safetensors file"):
         Reader.open_verified(folder, CpuGroup())
     others = {**tensors(), "float": torch.zeros(6, 5)}
     write_tensors(folder / SHARD, {name: tensor.contiguous() for name, tensor in others.items()})
@@ -217,7 +217,7 @@ def test_what_cannot_be_read_gives_way_to_the_checkpoint_before(
 
 def test_another_format_is_named(folder: Path) -> None:
     rewrite(folder, lambda manifest: manifest | {"format": "something else"})
-    with pytest.raises(DamagedError, match="has the format something else"):
+    with pytest.raises(DamagedError, match="has format something else"):
         Reader.open_verified(folder, CpuGroup())
 
 

@@ -72,6 +72,7 @@ MODES = {
     "RGBX": (flat("RGBX", (1, 2, 3, 4)), [1, 2, 3]),
     "RGBA": (flat("RGBA", (255, 0, 0, 128)), HALF_RED),
     "RGBa": (flat("RGBa", (128, 0, 0, 128)), HALF_RED),
+    "LAB in TIFF": (saved(flat("LAB", (138, 209, 198)), "TIFF"), [255, 0, 0]),
     "CMYK": (flat("CMYK", (255, 0, 51, 0)), [0, 255, 204]),
     "CMYK in TIFF": (saved(flat("CMYK", (255, 0, 51, 0)), "TIFF"), [0, 255, 204]),
     "CMYK in JPEG": (saved(flat("CMYK", (0, 0, 0, 153)), "JPEG", quality=100), [102, 102, 102]),
@@ -117,6 +118,7 @@ def test_brightness(mode: str, tmp_path: Path) -> None:
     image, expected = MODES[mode]
     rounded = {
         "LAB": 6,
+        "LAB in TIFF": 6,
         "LAB, grey": 1,
         "YCbCr": 2,
         "La": 1,
@@ -156,7 +158,7 @@ def test_first_of_several_frames_is_said_once(kind: str, capsys: pytest.CaptureF
     for _ in range(2):
         red, _, blue = opener(file, "a.gif").convert("RGB").getpixel((3, 3))
         assert red > 240 and blue < 15
-    assert capsys.readouterr().out == "a.gif has several frames: of such images the first is taken\n"
+    assert capsys.readouterr().out == "a.gif has several frames: the first of such images is used\n"
     opener(saved(flat("RGB", (255, 0, 0)), kind), "b")
     assert not capsys.readouterr().out
 
@@ -185,7 +187,7 @@ def test_numbers_whose_white_is_not_defined(capsys: pytest.CaptureFixture[str]) 
     ("content", "reason"),
     [
         (b"", "it is empty"),
-        (b"GIF8 and no more", "no image that Pillow knows: expected a file such as PNG or JPEG"),
+        (b"GIF8 and no more", "not an image that Pillow knows: expected a file such as PNG or JPEG"),
         (saved(flat("RGB", 0), "PNG")[:-30], "cannot be read ("),
         (saved(Image.effect_noise((64, 64), 50), "JPEG")[:500], "truncated"),
         (saved(Image.effect_noise((64, 64), 50), "TIFF")[:500], "cannot be read ("),

@@ -258,16 +258,18 @@ def test_splits_and_their_leavings_are_said(tmp_path: Path, capsys: Out) -> None
     train, test = load(tmp_path)
     assert train.classes == test.classes == ["cat", "dog", "eel"] and found(test) == [("cat", 2), ("eel", 3)]
     lines = capsys.readouterr().out.splitlines()
-    assert "train for training and test for evaluation, by the names of the folders: they are no classes" in lines[0]
+    assert (
+        "train for training and test for evaluation, by the names of the folders, so they are not classes" in lines[0]
+    )
     assert "left out: images in other folders: 1, such as val/cat/4.png" in lines[1]
     assert lines[2].endswith("classes of the evaluation that no image for training has: eel")
     assert lines[3].endswith("2 images for training and 2 images for evaluation, 3 classes: cat 2, dog 1, eel 1")
 
 
 def test_long_lists_of_classes_are_cut(tmp_path: Path, capsys: Out) -> None:
-    write(tmp_path, *[f"{number:03}/a.png" for number in range(200)])
+    write(tmp_path, *[f"{number:03}/{name}.png" for number in range(200) for name in "ab"])
     load(tmp_path)
-    assert capsys.readouterr().out.endswith("200 classes: 000 1, 001 1, 002 1, 003 1, 004 1, 005 1, ... (200 in all)\n")
+    assert capsys.readouterr().out.endswith("200 classes: 000 2, 001 2, 002 2, 003 2, 004 2, 005 2, ... (200 in all)\n")
 
 
 def test_max_samples_takes_images_of_all_classes(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_other_images_are_cut_to_the_shape(tmp_path: Path) -> None:
     ("content", "expected"),
     [
         (None, "cannot be read (No such file or directory)"),
-        (b"GIF8 and no more", "cannot be read (no image that Pillow knows: expected a file such as PNG or JPEG)"),
+        (b"GIF8 and no more", "cannot be read (not an image that Pillow knows: expected a file such as PNG or JPEG)"),
     ],
     ids=["missing", "no image"],
 )

@@ -1,6 +1,7 @@
 """Promise: images load with the right values, and damaged files are named."""
 
 import gzip
+import io
 import re
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from PIL import Image
 
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.tasks.images import load_images
+from accelerate_recipes.common.tasks.labelled_images import load_image_splits
 from support.small_mnist import write_idx, write_mnist
 
 
@@ -110,3 +112,23 @@ def test_parquet_files_that_do_not_fit(
     Dataset.from_dict(rows, features=features).to_parquet(str(tmp_path / "data" / "train-00000-of-00001.parquet"))
     with pytest.raises(UsageError, match=re.escape(expected)):
         load_images(str(tmp_path / "data"))
+
+
+def test_parquet_files_with_the_bytes_of_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    images = []
+    for level in range(4):
+        Image.new("RGB", (5, 4), (level, 0, 0)).save(buffer := io.BytesIO(), "PNG")
+        images.append(buffer.getvalue())
+    table = {"image": images, "label": [0, 1, None, 1]}
+    parquet.write_table(pyarrow.table(table), tmp_path / "some.parquet")
+    line = "row 3 has no class in column label: remove the row or fill it"
+    with pytest.raises(UsageError, match=line):
+        load_image_splits(str(tmp_path / "some.parquet"), "")
+    parquet.write_table(pyarrow.table(table | {"label": [0, 1, 1, 0]}), tmp_path / "some.parquet")
+    (part,) = load_image_splits(str(tmp_path / "some.parquet"), "")
+    assert [image.getpixel((0, 0)) for image in part.samples] == [(level, 0, 0) for level in range(4)]
+    assert part.labels == [0, 1, 1, 0]

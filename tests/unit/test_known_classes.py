@@ -89,3 +89,20 @@ def test_head_without_names_takes_those_of_the_data(
 
 def test_counts_of_classes() -> None:
     assert count_by_class(["b", "a", "c"], [0, 0, 1]) == "3 classes: b 2, a 1, c 0"
+
+
+@pytest.mark.parametrize("given", [{"problem_type": "multi_label_classification"}, {"problem_type": "regression"}])
+def test_the_config_says_what_is_trained(classifier: Callable[..., Any], tmp_path: Path, given: dict[str, str]) -> None:
+    classifier(["a", "b"])
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | given))
+    config = read(tmp_path, ["a", "b"]).config
+    assert (config.problem_type, config.num_labels) == ("single_label_classification", 2)
+
+
+def test_numbers_of_outputs_without_names(classifier: Callable[..., Any], tmp_path: Path) -> None:
+    before = classifier(None)
+    model = read(tmp_path, ["0", "2"])  # no sample has class 1
+    assert names_of(model.config) == ["0", "1", "2"] and torch.equal(model.classifier.weight, before.classifier.weight)
+    for classes in (["7", "5000"], ["0"]):
+        assert names_of(read(tmp_path, classes).config) == classes

@@ -155,3 +155,45 @@ def test_mask_for_each_batch_gives_the_same_logits(tmp_path: Path, kind: str) ->
     assert model.config._attn_implementation == "masked_sdpa"
     model.save_pretrained(tmp_path)
     assert "masked_sdpa" not in (tmp_path / "config.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("names", "order"),
+    [
+        (range(12), range(12)),
+        (["5000", "7"], ["7", "5000"]),
+        (["1.5", "-1", "10", "1e1"], ["-1", "1.5", "10", "1e1"]),
+        (["b", "10", "2"], ["10", "2", "b"]),
+        (["nan", "1"], ["1", "nan"]),
+        ([f"{10**20 + 1}", f"{10**20}"], [f"{10**20}", f"{10**20 + 1}"]),
+    ],
+)
+def test_numbers_are_ordered_as_numbers(tmp_path: Path, names: list[object], order: list[object]) -> None:
+    data = write(tmp_path / "a.csv", "text,label", *(f"t,{name}" for name in [*names] * 9))
+    assert load_labelled_texts(data)[0].classes == [*map(str, order)]
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "line"),
+    [
+        (["0", "1"], ["0.0", "1.0"], "that look alike, and are different ones here: '0' and '0.0', '1' and '1.0'"),
+        (["\xe9", "e\u0301"], ["\xe9"], r"are different ones here: 'e\u0301' and '\xe9'"),
+        (["Good", "good", "bad"], ["bad"], "'Good' and 'good'"),
+        (["a", "b"], ["b", "c"], "classes of the evaluation that no text for training has: c"),
+        (["-1", "0", "1"], ["0"], "a class like the others here, though it may stand for no class: -1"),
+    ],
+)
+def test_classes_that_may_be_a_mistake(
+    tmp_path: Path, train: list[str], test: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "train.csv", "text,label", *(f"t,{name}" for name in train))
+    write(tmp_path / "test.csv", "text,label", *(f"t,{name}" for name in test))
+    load_labelled_texts(str(tmp_path))
+    assert line in capsys.readouterr().out
+
+
+def test_ids_are_no_classes(tmp_path: Path) -> None:
+    data = write(tmp_path / "a.csv", "text,label", *(f"t,{10**12 + number}" for number in range(50)))
+    line = "50 texts have 1000000000000, 1000000000001, 1000000000002, 1000000000003, 1000000000004, 1000000000005, ..."
+    with pytest.raises(UsageError, match=re.escape(line)):
+        load_labelled_texts(data)

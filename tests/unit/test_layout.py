@@ -1,7 +1,9 @@
 """Promise: configs and code have the structure that the documentation describes."""
 
+import ast
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import nbformat
@@ -14,6 +16,7 @@ from support.runs import ROOT
 
 sys.path.insert(0, str(ROOT / "docs" / "tools"))
 import gallery
+import modules
 import walk
 
 from accelerate_recipes.catalog import read_recipe
@@ -85,15 +88,21 @@ def test_notebook_is_committed_without_output() -> None:
     assert not any(cell.outputs or cell.execution_count for cell in notebook.cells if cell.cell_type == "code")
 
 
-@pytest.mark.parametrize(
-    ("page", "source"), [("docs/recipe.md", "recipes/mnist.py"), ("README.md", "docs/your-model.md")]
-)
-def test_pages_show_lines_that_run(page: str, source: str) -> None:
-    lines = (ROOT / source).read_text().splitlines()
-    shown = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+def python_of(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+
+def test_a_page_shows_lines_that_run() -> None:
+    lines = (ROOT / "recipes" / "mnist.py").read_text().splitlines()
+    shown = python_of((ROOT / "docs" / "recipe.md").read_text())
     assert shown
     for line in "\n".join(shown).splitlines():
         assert line in lines, line
+
+
+def test_the_readme_shows_the_whole_script_of_your_model() -> None:
+    parts = python_of((ROOT / "docs" / "your-model.md").read_text().partition("## A loss that compares samples")[0])
+    assert python_of((ROOT / "README.md").read_text()) == ["\n\n".join(parts)]
 
 
 def test_first_screen_of_the_readme() -> None:
@@ -148,3 +157,28 @@ def test_site_shows_each_page() -> None:
     shown = (ROOT / "mkdocs.yml").read_text()
     for path in ROOT.glob("docs/**/*.md"):
         assert f": {path.relative_to(ROOT / 'docs')}\n" in shown
+
+
+def test_the_table_of_modules_is_that_of_the_code() -> None:
+    page = modules.PAGE.read_text()
+    assert page == modules.written(page), "type: python docs/tools/modules.py"
+    assert {*modules.modules()} == {path for path in modules.COMMON.rglob("*.py") if path.name != "__init__.py"}
+
+
+def test_recipes_import_what_is_public() -> None:
+    """The page says what a recipe may import. Each name is there, and a recipe imports nothing else of ours."""
+    section = modules.PAGE.read_text().partition("## What a recipe may import\n")[2].partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| `([\w.]+)` \| (.*) \|$", section, re.MULTILINE))
+    public = {place: re.findall(r"`(\w+)`", names) for place, names in rows.items()}
+    for place, names in public.items():
+        assert all(hasattr(import_module(place), name) for name in names), place
+    for place in ("accelerate_recipes", "accelerate_recipes.common.data"):
+        assert public[place] == sorted(import_module(place).__all__), place
+    tasks = "accelerate_recipes.common.tasks"
+    for path in (ROOT / "recipes").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            place = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            if place.startswith(f"{tasks}."):
+                assert not [name.name for name in node.names if name.name.startswith("_")], path
+            elif place.partition(".")[0] == "accelerate_recipes":
+                assert {name.name for name in node.names} <= {*public.get(place, ())}, f"{path}: {place}"

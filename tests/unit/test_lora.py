@@ -14,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.tasks.causal_lm import with_losses
+from accelerate_recipes.common.tasks.chat_models import ChatFlags, load_chat_model, small_chat_model
 from accelerate_recipes.common.tasks.lora import LoraFlags, base_of, with_adapters
 
 TOKENS = torch.arange(3, 40).unsqueeze(0)
@@ -67,7 +68,7 @@ def test_adapters_load_with_peft(tmp_path: Path, make: type, targets: str, numbe
         assert not torch.allclose(drawn, expected, atol=1e-3)
     adapter = adapted.peft_adapter
     adapter.write({name: weight.detach() for name, weight in trained.items()}, tmp_path)
-    adapter.settings.save_pretrained(str(tmp_path))
+    adapter.write_settings(adapted, tmp_path)
     written = json.loads((tmp_path / "adapter_config.json").read_text())
     assert written["lora_alpha"] == 3 and written["lora_dropout"] == 0.5
     before = plain(TOKENS).logits
@@ -126,6 +127,7 @@ def test_adapters_of_peft_go_on(tmp_path: Path) -> None:
     ("spoil", "line"),
     [
         (lambda folder: of_peft(folder, modules_to_save=["norm"]), "is more than the matrices of LoRA"),
+        (lambda folder: of_peft(folder, use_dora=True), "is DoRA, not plain LoRA: merge it with PEFT"),
         (lambda folder: (of_peft(folder), (folder / "adapter_model.safetensors").unlink()), "no adapters of Llama"),
         (lambda folder: (of_peft(folder), save_file({}, folder / "adapter_model.safetensors")), "its weights are not"),
         (
@@ -145,7 +147,7 @@ def test_adapters_that_cannot_go_on(tmp_path: Path, spoil: Any, line: str) -> No
     [
         ({"lora_dropout": 0.1}, "--lora_dropout adapts a pretrained model: use --model_name_or_path, too"),
         ({"lora_alpha": 8, "model_name_or_path": "base"}, "--lora_alpha is for adapters: use --lora_rank, too"),
-        ({"lora_rank": 8, "model_name_or_path": "HERE"}, "--lora_rank: the adapters in .* go on as they are"),
+        ({"lora_rank": 8, "model_name_or_path": "HERE"}, "--lora_rank: the adapters in .* train on"),
     ],
 )
 def test_flags_that_do_not_go_together(tmp_path: Path, flags: dict[str, Any], line: str) -> None:
@@ -153,3 +155,14 @@ def test_flags_that_do_not_go_together(tmp_path: Path, flags: dict[str, Any], li
     flags = {name: str(tmp_path) if value == "HERE" else value for name, value in flags.items()}
     with pytest.raises(UsageError, match=line):
         base_of(LoraFlags(**flags))
+
+
+def test_base_that_has_moved_is_looked_for_in_its_file(tmp_path: Path) -> None:
+    of_peft(tmp_path)
+    for base in ("/home/somebody/base", "models/base", "nobody/base"):
+        file = tmp_path / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": base}))
+        config = ChatFlags(model_name_or_path=str(tmp_path))
+        line = f"--model_name_or_path {base}: .*; base_model_name_or_path in {file} names it: correct it there"
+        with pytest.raises(UsageError, match=line):
+            load_chat_model(config, small_chat_model)

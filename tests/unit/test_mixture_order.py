@@ -104,9 +104,9 @@ def test_data_names_sources_and_weights(tmp_path: Path) -> None:
     [
         ("a.jsonl: 3\nb.jsonl: none\n", "b.jsonl has the weight none: expected a number above 0"),
         ("a.jsonl: 3\nb.jsonl: -1\n", "b.jsonl has the weight -1: expected a number above 0"),
-        ("a.jsonl: 3\n", "expected two sources or more: use a source and its weight a line"),
-        ("[1, 2", "cannot be read .no YAML.: use a source and its weight a line, such as chats.jsonl: 3"),
-        (None, "cannot be read .No such file or directory.: use a source"),
+        ("a.jsonl: 3\n", "expected two sources or more: use one source and its weight per line"),
+        ("[1, 2", "cannot be read .no YAML.: use one source and its weight per line, such as chats.jsonl: 3"),
+        (None, "cannot be read .No such file or directory.: use one source"),
     ],
 )
 def test_weights_that_are_none(tmp_path: Path, content: str | None, line: str) -> None:

@@ -15,6 +15,7 @@ from PIL import ImageColor
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.report import plots, summary, write
 from accelerate_recipes.report.runs import read_runs
+from accelerate_recipes.templates import FOLDER
 from support.report import COMMAND, EARLIER, RECORDS, card, only, page_of, saved
 from support.tool import tool
 
@@ -194,7 +195,7 @@ def test_command_prints_a_line_or_json(
 
 def test_colours_stand_out() -> None:
     """A contrast of 3 on both backgrounds, as WCAG asks for lines."""
-    style = (Path(plots.__file__).parent / "style.css").read_text()
+    style = (FOLDER / "report.css").read_text()
     pages = re.findall("--page: (#[0-9a-f]{6});", style)
     assert len(pages) == 2
     for page, colour in product(pages, plots.COLOURS):

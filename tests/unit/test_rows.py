@@ -165,24 +165,28 @@ def test_rows_without_a_text_are_left_out_and_counted(tmp_path: Path, capsys: py
         )
 
 
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12345\n"
 BROKEN = [
-    ("a.csv", b"text,label\nfoo,1,2\n", 'row 1 has 3 values, the header has 2 names: put a text that holds ","'),
-    ("a.csv", b'text,label\n"foo,1\nbar,2\n', "line 3: unexpected end of data: put a text that holds quotes into"),
+    ("a.csv", b"text,label\nfoo,1,2\n", 'row 1 has 3 values, the header has 2 names: put text that contains ","'),
+    ("a.csv", b'text,label\n"foo,1\nbar,2\n', "line 3: unexpected end of data: put text that contains quotes in"),
     ("a.csv", b"text,text\nfoo,1\n", "several columns of the name text"),
     ("a.csv", b"text,label\ncaf\xe9,1\n", "is not text in UTF-8 (invalid continuation byte at byte 14): convert it"),
-    ("a.csv", "text,label\nfoo,1\n".encode("utf-16-le"), "holds zero bytes: it is no text in UTF-8"),
+    ("a.csv", "text,label\nfoo,1\n".encode("utf-16-le"), "holds zero bytes: it is not UTF-8 text"),
     ("a.csv", b"", "has no rows"),
     ("a.csv", b"text,label\n", "has no rows"),
     ("a.csv.gz", gzip.compress(b"text,label\n" * 9999)[:50], "is damaged"),
     ("a.csv.zst", b"text", "cannot be read: ZSTD decompress failed"),
     ("a.jsonl", b"", "has no rows"),
     ("a.json", b"[]", "has no rows"),
-    ("a.json", b'[{"text": "a"} {"text": "b"}]', 'the list goes on with \'{"text": "b"}]\''),
+    ("a.json", b'[{"text": "a"} {"text": "b"}]', 'the list continues with \'{"text": "b"}]\''),
     ("a.json", b'[{"text": "a"},', "the list does not end with ]"),
-    ("a.jsonl", b'{"text": "a", "text": "b"}', "line 1: the name text stands twice in one object"),
-    ("a.jsonl", b'{"text": "a"}\n"x"\n', 'line 2: it holds "x": expected an object a line'),
+    ("a.jsonl", b'{"text": "a", "text": "b"}', "line 1: the name text occurs twice in one object"),
+    ("a.jsonl", b'{"text": "a"}\n"x"\n', 'line 2: it holds "x": expected one object per line'),
     ("a.jsonl", b'{"text": "a"}\n{"text": b}\n', "line 2: Expecting value"),
     ("a.jsonl", b'{"text": ' + b"[" * 100_000, "line 1: maximum recursion depth"),
+    ("a.parquet", POINTER, "is a pointer of Git LFS, not the file itself: run git lfs pull"),
+    ("a.csv.gz", POINTER, "is a pointer of Git LFS"),
+    ("a.jsonl", POINTER, "is a pointer of Git LFS"),
     ("a.parquet", b"no parquet", "the files cannot be read"),
     ("a.pdf", b"%PDF", "its name ends with none of .csv, .tsv, .json"),
 ]
@@ -212,3 +216,36 @@ def test_files_that_are_not_on_this_machine(tmp_path: Path) -> None:
         assert [*table.texts("text")] == AWKWARD and table.column_names == ["text"]
     with pytest.raises(UsageError, match="nothing"):
         table_of("somebody/rows", [address.replace("rows", "nothing")], None, {})
+
+
+WORDS = [f"w{number}" for number in range(30)]
+SWALLOWED = "\n".join(f"{word}\t{number % 2}" for number, word in enumerate(['"open', *WORDS, 'close"']))
+TABS = [  # (rows of a .tsv file, the first text, number of rows, what the line says if there is one)
+    (SWALLOWED, '"open', 32, "are text, as in all such files: 32 rows (as CSV 1)"),
+    ('5 o"clock\t1\n"quoted" word\t0', '5 o"clock', 2, None),
+    ('"a whole sentence"\t1\nb\t0', '"a whole sentence"', 2, "are text, as in all such files: 2 rows (as CSV 2)"),
+    ('"open\t1\nb\t0', '"open', 2, None),
+    ('"he said ""hi"""\t1\nb\t0', 'he said "hi"', 2, "stand around cells, as in CSV: 2 rows (as text 2)"),
+    ('"two\nlines"\t1\nb\t0', "two\nlines", 2, "stand around cells, as in CSV: 2 rows (as text 3)"),
+    ('"a\ttab"\t1\nb\t0', "a\ttab", 2, "stand around cells, as in CSV: 2 rows (as text 2)"),
+]
+
+
+@pytest.mark.parametrize(("lines", "first", "size", "line"), TABS, ids=range(len(TABS)))
+def test_quotes_between_tabs(
+    tmp_path: Path, lines: str, first: str, size: int, line: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.tsv").write_text(f"text\tlabel\n{lines}\n", encoding="utf-16")
+    (table,) = load_tables(str(tmp_path / "a.tsv"), "")
+    assert (len(table), table[0]["text"]) == (size, first)
+    out = capsys.readouterr().out.splitlines()
+    assert [text.partition("quotation marks ")[2] for text in out] == ([""] if line is None else ["", line])
+    with gzip.open(tmp_path / "b.tsv.gz", "wt") as file:  # what R writes
+        file.write('"text"\t"label"\n"a"\t"1"\n')
+    assert texts(str(tmp_path / "b.tsv.gz")) == ["a"]
+
+
+@pytest.mark.parametrize("first", ["sep=;", "SEP=;\r", '"sep=;"'])
+def test_the_separator_that_excel_writes_first(tmp_path: Path, first: str) -> None:
+    (tmp_path / "a.csv").write_text(f"{first}\ntext;label\n1,5;a\n")
+    assert texts(str(tmp_path / "a.csv")) == ["1,5"]

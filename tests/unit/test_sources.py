@@ -6,8 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.tasks.labelled_images import load_image_splits
+from accelerate_recipes.common.tasks.labelled_texts import load_labelled_texts
 from accelerate_recipes.common.tasks.mixture import weights_of
 from accelerate_recipes.common.tasks.sources import load_tables
 from accelerate_recipes.common.tasks.text import load_tokens
@@ -28,7 +31,7 @@ def write(path: Path, *names: str) -> Path:
     return path
 
 
-def found(path: Path, *more: str) -> list[list[str]]:
+def found(path: Path, *more: int) -> list[list[str]]:
     return [[row["text"] for row in table] for table in load_tables(str(path), "type something else", *more)]
 
 
@@ -121,7 +124,7 @@ def test_a_pipe_and_a_link_to_nowhere(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.csv")
     (tmp_path / "b.csv").symlink_to("nowhere")
     for name in ("a.csv", "b.csv"):
-        with pytest.raises(UsageError, match="is no file or folder that can be read"):
+        with pytest.raises(UsageError, match="is not a file or folder that can be read"):
             found(tmp_path / name)
 
 
@@ -159,3 +162,69 @@ def test_text_and_rows_for_a_language_model(tmp_path: Path) -> None:
     train, evaluation = load_tokens(str(tmp_path / "books"), byte_tokenizer(), 2)
     assert bytes(train.tokens.tolist()) == b'text\n"train.txt"\n'
     assert bytes(evaluation.tokens.tolist()) == b'text\n"test.txt"\n'
+
+
+def labelled(path: Path, rows: list[dict[str, object]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize("empty", [{"label": -1}, {"label": None}, {"label": ""}, {"number": 1}])
+def test_a_part_without_classes_is_no_evaluation(
+    tmp_path: Path, empty: dict[str, object], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows: list[dict[str, object]] = [{"text": f"a{number}", "label": number % 2} for number in range(10)]
+    labelled(tmp_path / "train.jsonl", rows)
+    labelled(tmp_path / "test.jsonl", [{"text": "t"} | empty] * 4)
+    train, evaluation = load_labelled_texts(str(tmp_path))
+    assert (len(train.samples), len(evaluation.samples), train.classes) == (8, 2, ["0", "1"])
+    assert "the test split has no classes: it is left out" in capsys.readouterr().out
+    labelled(tmp_path / "dev.jsonl", rows[:3])
+    train, evaluation = load_labelled_texts(str(tmp_path))
+    assert (len(train.samples), len(evaluation.samples)) == (10, 3)
+    assert "the test split has no classes: validation is read in its place" in capsys.readouterr().out
+
+
+def test_images_of_a_part_without_classes(tmp_path: Path) -> None:
+    from datasets import ClassLabel, Dataset, Features
+    from datasets import Image as ImageFeature
+
+    features = Features({"image": ImageFeature(), "label": ClassLabel(names=["a", "b"])})
+    for name, labels in (("train", [0, 1]), ("test", [-1, -1]), ("validation", [1])):
+        rows = {"image": [Image.new("L", (4, 4))] * len(labels), "label": labels}
+        Dataset.from_dict(rows, features=features).to_parquet(str(tmp_path / f"{name}.parquet"))
+    assert [part.labels for part in load_image_splits(str(tmp_path), "")] == [[0, 1], [1]]
+    (tmp_path / "test.parquet").rename(tmp_path / "train.parquet")
+    with pytest.raises(UsageError, match="train: row 1 has no class in column label: remove the row or fill it"):
+        load_image_splits(str(tmp_path), "")
+
+
+def test_what_save_to_disk_wrote(tmp_path: Path) -> None:
+    from datasets import Dataset, DatasetDict
+
+    parts = {
+        name: Dataset.from_dict({"text": [f"{name} {number}" for number in range(5)]}) for name in ("train", "test")
+    }
+    parts["test"].save_to_disk(str(tmp_path / "one"))
+    DatasetDict(parts).save_to_disk(str(tmp_path / "both"))
+    assert found(tmp_path / "one") == [[f"test {number}" for number in range(5)]]
+    assert found(tmp_path / "both", 2) == [["train 0", "train 1"], ["test 0", "test 1"]]
+    (tmp_path / "one" / "state.json").unlink()
+    with pytest.raises(UsageError, match="the files cannot be read"):
+        found(tmp_path / "one")
+
+
+def test_the_output_of_runs_is_no_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(
+        tmp_path / "set", "a.jsonl", "outputs/x/metrics.jsonl", "outputs/x/model/a.csv", "metrics.jsonl", "model/b.csv"
+    )
+    for folder in ("set", "set/outputs/x"):
+        (tmp_path / folder / "run.json").write_text('{"command": "recipe.py"}')
+    assert found(tmp_path / "set") == [["a.jsonl"]]
+    assert "1 for train, 4 not read, such as metrics.jsonl" in capsys.readouterr().out
+    for name in ("cat/1.png", "dog/2.png", "outputs/x/confusion.png"):
+        (tmp_path / "images" / name).parent.mkdir(parents=True)
+        Image.new("L", (4, 4)).save(tmp_path / "images" / name)
+    (tmp_path / "images/outputs/x/run.json").write_text('{"command": "recipe.py"}')
+    assert load_image_splits(str(tmp_path / "images"), "")[0].classes == ["cat", "dog"]
+    assert "left out: output of runs: 1, such as outputs/x" in capsys.readouterr().out

@@ -2,15 +2,20 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from jinja2 import UndefinedError
 
+from accelerate_recipes import package
 from accelerate_recipes.bundle import COMMON, VERSION
-from accelerate_recipes.catalog import runs_here
+from accelerate_recipes.catalog import GROUPS, runs_here
+from accelerate_recipes.templates import FOLDER, render
 from accelerate_recipes.verify.causes import likely_cause
 from accelerate_recipes.verify.certificate import Row
 from accelerate_recipes.verify.compare import Difference, relative
@@ -29,7 +34,12 @@ def test_list_reads_every_header(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert all(value for entry in (*found["recipes"], *found["configs"]) for value in entry.values())
     assert {config["name"]: config["here"] for config in found["configs"]}["ddp"] == "rehearsal on the CPU"
     assert tool(monkeypatch, "list") == 0
-    assert "recipes/transformer.py --pipeline_stages 2\n" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "recipes/transformer.py --pipeline_stages 2\n" in printed
+    grouped = [name for names in GROUPS.values() for name in names]
+    names = {recipe["name"] for recipe in found["recipes"]}
+    assert names == {*grouped} and len(grouped) == len({*grouped})
+    assert {*GROUPS} < {*printed.splitlines()} and printed.index("Fit numbers") < printed.index("linear_regression\n")
 
 
 def test_shell_completes_commands_and_flags(
@@ -121,7 +131,10 @@ def test_a_single_file_needs_nothing_from_here(tmp_path: Path, monkeypatch: pyte
         ("new mnist project --config dpp", "dpp: no such config; use one of ddp, "),
         ("new linear_regression project --config pipeline_parallel", "linear_regression.py has no plan for it; use"),
         ("new mnist project --single-file --config hsdp", "was not verified under it; use one of single, "),
-        ("new finetune project --single-file", "finetune: no recipe as a single file; use one of linear_regression, "),
+        (
+            "new finetune project --single-file",
+            "finetune: no such recipe as a single file; use one of linear_regression, ",
+        ),
         ("new mnist project --config ddp --config full/ddp.yaml", "--config names two files of one name"),
         ("new mnist project --single-file --vendor", "make different projects: use one of them"),
         ("verify nowhere.py", "nowhere.py: no such file; use the path of a recipe"),
@@ -141,7 +154,7 @@ def test_a_single_file_needs_nothing_from_here(tmp_path: Path, monkeypatch: pyte
         ("plan mnist --hours inf", "--hours inf: use a number above 0"),
         ("plan mnist --scaling --plot no/page.html", "--plot no/page.html: there is no folder no; create it"),
         ("plan mnist --hardware full/train.py", "--hardware full/train.py has another form than"),
-        ("export full/train.py model", "full/train.py is no folder: use the folder of a checkpoint or of a run"),
+        ("export full/train.py model", "full/train.py is not a folder: use that of a checkpoint or of a run"),
         ("export full full/train.py", "full/train.py is a file: use another"),
         ("doctor full/train.py", "full/train.py has no keys: compare it"),
     ],
@@ -212,3 +225,39 @@ def test_a_missing_value_is_a_difference() -> None:
 def test_weights_alone_may_differ_by_rounding_noise() -> None:
     clean = {name: [] for name in ("random_samples", "batch_norm", "random_loss", "draws", "depends_on_batch")}
     assert "key bias" in likely_cause(clean, replace(SAME, weights=1e-4, tensor="k.bias", is_same=False))
+
+
+def test_every_template_ships_and_is_filled_in() -> None:
+    """What a template asks for and nobody gives is an error, not an empty place."""
+    shipped = {name for name in package.files() if name.startswith("accelerate_recipes/templates/")}
+    assert {Path(name).name for name in shipped} == {path.name for path in FOLDER.iterdir() if path.is_file()}
+    with pytest.raises(UndefinedError, match="'title' is undefined"):
+        render("data.html", facts=[])
+    assert "<li>&lt;b&gt;</li>" in render(
+        "data.html", title="", facts=["<b>"], has_marks=False, found={"lengths": {}, "samples": []}
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--checkpoint", __file__], f"--checkpoint {__file__}: no such folder; use the folder of one"),
+        (["--steps", "99999999999999999999"], "'--steps'"),
+    ],
+)
+def test_what_verify_refuses(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], line: str
+) -> None:
+    assert tool(monkeypatch, "verify", str(ROOT / "recipes" / "mnist.py"), *arguments) == 2
+    error = capsys.readouterr().err
+    assert line in error and error.count("\n") == 1
+
+
+def test_an_interrupt_during_imports_prints_nothing() -> None:
+    script = "import accelerate_recipes; print('begins', flush=True); from accelerate_recipes import fit"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", script], text=True, env=environment(), **pipes) as process:
+        assert process.stdout is not None and process.stdout.readline() == "begins\n"
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        assert process.communicate() == ("", "") and process.returncode == 130

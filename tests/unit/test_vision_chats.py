@@ -177,11 +177,16 @@ def test_places_of_images(content: Any, given: list[str], expected: list[Any], o
 @pytest.mark.parametrize(
     ("content", "given", "line"),
     [
-        ("<image><image>", ["a"], "2 places for images in its messages, 1 images in its column: expected as many"),
+        (
+            "<image><image>",
+            ["a"],
+            "2 places for images in its messages, 1 images in its column: expected the same number",
+        ),
         ("<image>", ["a", "b"], "1 places for images in its messages, 2 images"),
         ("<image>", [None], "none of them empty"),
         ([{**IMAGE, "index": 2}], ["a"], "1 places for images"),
         (5, [], "a part of a message is 5: expected"),
+        ([{**IMAGE, "base64": "aGVsbG8="}], [], 'an image has base64: expected {"type": "image", "path": "a file"}'),
         ([{"type": "sound"}], [], "a part of a message is {'type': 'sound'}: expected"),
         ([None], [], "a part of a message is None: expected"),
     ],
@@ -202,6 +207,16 @@ def rows_in(folder: Path) -> _Rows:
 def test_images_that_cannot_be_read(image: Any) -> None:
     with pytest.raises(UsageError, match=r"cannot be read \("):
         rows_in(Path(__file__).parents[1] / "support")._open(image)
+
+
+@pytest.mark.parametrize(
+    ("image", "what"),
+    [("data:image/png;base64,iVBORw0KGgo=", "base64"), ("iVBORw0KGgo/" * 99, "base64"), ("https://a.b/c.png", "a web")],
+)
+def test_images_that_are_no_path(tmp_path: Path, image: str, what: str) -> None:
+    with pytest.raises(UsageError, match=f"an image is {what}.*: expected the path of a file") as raised:
+        rows_in(tmp_path)._open(image)
+    assert len(str(raised.value)) < 120
 
 
 def test_images_without_a_place_come_before_the_first_question() -> None:

@@ -30,6 +30,7 @@ from accelerate_recipes.common.parallel.fsdp2 import FSDP2
 from accelerate_recipes.common.parallel.pipeline import PIPELINE
 from accelerate_recipes.common.parallel.tensor import TENSOR
 from accelerate_recipes.common.plan import Plan
+from accelerate_recipes.common.step.batch_loss import put
 from accelerate_recipes.common.step.checks import check_given, check_optimizer
 from accelerate_recipes.common.step.optimizer import step_if_finite
 from accelerate_recipes.common.step.values import check_metrics
@@ -129,7 +130,7 @@ class Compiled(nn.Module):
             lambda model: WrapperByName(sgd(model)),
             "WrapperByName: expected one whole torch.optim.Optimizer: call super().__init__",
         ),
-        (prepared, "AcceleratedOptimizer was prepared already, which fit does itself: remove accelerator.prepare"),
+        (prepared, "AcceleratedOptimizer is already prepared, which fit does itself: remove accelerator.prepare"),
         (lambda model: torch.optim.lr_scheduler.StepLR(sgd(model), 1), "use --lr_schedule, or schedule="),
         (lambda model: None, "the optimizer is None: expected one whole torch.optim.Optimizer: use, for example"),
         (lambda model: torch.optim.SGD, "the optimizer is the class SGD: expected"),
@@ -145,9 +146,9 @@ def test_what_is_no_optimizer(make: Callable[[nn.Module], Any], expected: str) -
     [
         (None, "the model is None: expected one torch.nn.Module"),
         ([nn.Linear(2, 2)], "the model is of the type list"),
-        (marked(), "Linear was prepared already"),
+        (marked(), "Linear is already prepared"),
         (Compiled(), "give fit the one before torch.compile, and use --compile"),
-        (nn.Sequential(nn.DataParallel(nn.Linear(2, 2))), "Sequential was wrapped for several processes already"),
+        (nn.Sequential(nn.DataParallel(nn.Linear(2, 2))), "Sequential is already wrapped for several processes"),
     ],
 )
 def test_what_is_no_model_or_wrapped(model: Any, expected: str) -> None:
@@ -318,9 +319,9 @@ def graph(size: int) -> dict[str, Tensor]:
             None,
             "one shape in the dataset or in a collate",
         ),
-        ([Wrapper, Wrapper], None, "samples are of the type type: expected dicts"),
+        ([Wrapper, Wrapper], None, "samples have the type type: expected dicts"),
         ([{"image": object()}] * 2, None, '"image" of a sample is a object: expected a tensor, number or string: make'),
-        ([{"x": [1, 2]}] * 2, None, 'make it a tensor; of datasets, .with_format("torch") does so with lists'),
+        ([{"x": [1, 2]}] * 2, None, 'make it a tensor; .with_format("torch") of datasets does this for lists'),
         ([{"x": [1, 2]}, {"x": [1]}], None, '"x" of a sample is a list: expected a tensor'),
         (
             [{"target": row} for row in ROWS],
@@ -365,6 +366,23 @@ def test_advice_to_pad_leads_to_a_batch() -> None:
 def test_advice_fits_the_value(name: str, shape: tuple[int, ...], expected: str) -> None:
     values = {"loss": torch.ones(2, requires_grad=True)} | {name: torch.ones(shape, requires_grad=True)}
     assert expected in refusal(check_metrics, values, 2, "forward_step")
+
+
+def test_predictions_may_be_numbers_if_examples_get_them() -> None:
+    values = {"loss": torch.ones(2, requires_grad=True), "probability": torch.ones(2, 3)}
+    check_metrics(values, 2, "forward_step", has_examples=True)
+    assert '"probability" has shape (2, 3)' in refusal(check_metrics, values, 2, "forward_step")
+    assert '"loss" has shape (2, 3)' in refusal(check_metrics, {"loss": torch.ones(2, 3)}, 2, "forward_step", True)
+
+
+def test_predictions_of_different_lengths_are_filled_up() -> None:
+    rows: dict[str, torch.Tensor] = {}
+    for index, answers in enumerate([[[1, 2]], [[3]], [[4, 5, 6]]]):
+        answer = torch.tensor(answers)
+        put(rows, index, 3, {"answer": answer, "probability": answer / 8, "is_odd": answer % 2 == 1})
+    assert rows["answer"][:, 0].tolist() == [[1, 2, -100], [3, -100, -100], [4, 5, 6]]
+    assert rows["probability"][1, 0].tolist() == [0.375, -100, -100]
+    assert rows["is_odd"][:, 0].tolist() == [[True, False, False], [True, False, False], [False, True, False]]
 
 
 def test_output_of_transformers_is_told_of_its_mean() -> None:

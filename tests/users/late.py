@@ -1,5 +1,6 @@
 """A recipe that begins something, --what, at step 4, after the checked steps."""
 
+import os
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ class Block(nn.Module):
         super().__init__()
         self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
         self.size = 0.0
+        self.register_buffer("active", torch.zeros(()))
 
     def forward(self, hidden: Tensor, what: str) -> Tensor:
         wide = F.gelu(self.up(self.norm(hidden)))
@@ -31,6 +33,8 @@ class Block(nn.Module):
             wide = F.dropout(wide, 0.3, self.training)
         if what == "cap" and is_late():
             wide = wide * (2 / wide.norm(dim=-1, keepdim=True)).clamp(max=1)
+        if what == "units" and self.training:  # from the first step on
+            self.active += (wide.detach() > 0).sum()
         self.activity = wide.pow(2).mean(-1)
         if is_late():
             self.size = hidden.pow(2).mean(-1)
@@ -70,6 +74,8 @@ def forward_step(model: Any, batch: Batch, step: int, whole: nn.Module) -> dict[
             more = model(-batch["x"]).abs()
     if what == "penalty":
         more = 1e-2 * sum(weight.pow(2).sum() for weight in whole.parameters())
+    if what == "factor":  # of the gradient of a process, which its loss does not show
+        output = output.detach() + (output - output.detach()) * (1 + 0.5 * float(os.environ.get("RANK", 0)))
     if what == "number":
         more = torch.tensor(1e-3 * float(whole.blocks[0].up.weight.norm()))
     return {"loss": (output - batch["y"]) ** 2 + more}

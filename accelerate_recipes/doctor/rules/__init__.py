@@ -1,5 +1,5 @@
-"""The rules about the machine, and about what a run cannot see: keys that Accelerate ignores or takes in another way. A
-rule is a function that yields findings; the rules of a module stand in its RULES."""
+"""The rules about the machine, and about what a run cannot see: keys that Accelerate ignores or reads differently. A
+rule is a function that yields findings; a module lists its rules in RULES."""
 
 from accelerate_recipes.doctor.rules import deepspeed, hardware, keys, launching, machine, sharding
 

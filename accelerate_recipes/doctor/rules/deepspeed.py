@@ -20,7 +20,7 @@ def offload(config: Config) -> Iterator[Finding]:
     if str(device) != "none" and str(section.get("zero_stage", 2)) in ("1", "2"):
         yield Finding(
             f"offload_param_device is {device}, with zero_stage: {section.get('zero_stage', 2)}",
-            "DeepSpeed moves weights at stage 3 alone: they stay on the GPU, and may not fit",
+            "DeepSpeed moves weights only at stage 3: they stay on the GPU, and may not fit",
             Edit("offload_param_device", "none", "deepspeed_config"),
             "or zero_stage: 3, which moves them",
         )
@@ -33,7 +33,7 @@ def launcher(config: Config) -> Iterator[Finding]:
         return
     yield Finding(
         f"deepspeed_multinode_launcher is {given}, with num_machines: {config.num_machines}",
-        "DeepSpeed's launcher takes the machines from its hostfile alone: without one, it trains on this machine, and "
+        "DeepSpeed's launcher takes the machines only from its hostfile: without one, it trains on this machine, and "
         "says so in one warning. It also writes the variables of your shell to .deepspeed_env",
         Edit("deepspeed_multinode_launcher", "standard", "deepspeed_config"),
         "accelerate launch on each machine, as in accelerate_configs/multi_node_deepspeed_zero3.yaml",

@@ -73,7 +73,7 @@ def open_files(config: Config) -> Iterator[Finding]:
     if limit is not None and limit < needed:
         yield Finding(
             f"a process may open {limit} files, for {config.num_processes or 1} processes",
-            f"the connections between them take about {needed}: the run fails at its start, or waits for ever",
+            f"the connections between them take about {needed}: the run fails at its start, or waits forever",
             f"ulimit -n {max(1024, 2 * needed)}",
         )
 

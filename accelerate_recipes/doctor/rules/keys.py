@@ -117,12 +117,12 @@ def ignored_sections(config: Config) -> Iterator[Finding]:
                 f"{section} has no effect, because {key} is {given[key]}",
                 f"Accelerate reads this section under {key}: {' or '.join(readers)} alone",
                 Edit(section),
-                f"or {key}: {readers[0]}, if the run should be of this kind" * (readers[0] in kinds),
+                f"or {key}: {readers[0]}, if you want this kind of run" * (readers[0] in kinds),
             )
     if config.section("parallelism_config") and config.kind in ONE_PROCESS:
         yield Finding(
             f"parallelism_config has no effect, because distributed_type is {config.kind}",
-            "Accelerate starts one process and does not hand the sizes on",
+            "Accelerate starts one process and does not pass the sizes on",
             "distributed_type: MULTI_GPU for a tp_size, distributed_type: FSDP for a dp_shard_size",
         )
 
@@ -136,18 +136,18 @@ def flags_of_the_command_line(config: Config) -> Iterator[Finding]:
         if None not in (value, default) and value != default and key != "same_network":
             yield Finding(
                 f"{key}: {as_yaml(value)} in the file has no effect",
-                "accelerate launch takes it from its command line alone; without the flag it is " + as_yaml(default),
+                "accelerate launch takes it only from its command line; without the flag it is " + as_yaml(default),
                 Edit(key, default),
                 f"--{key}{'' if value is True else f' {value}'} after accelerate launch",
             )
 
 
 def cpu_alone(config: Config) -> Iterator[Finding]:
-    """use_cpu under a distributed_type for which Accelerate does not hand it on."""
+    """use_cpu under a distributed_type for which Accelerate does not pass it on."""
     if is_true(config.values.get("use_cpu")) and config.starts_several:
         yield Finding(
             f"use_cpu: true has no effect, because distributed_type is {config.kind}",
-            "accelerate launch hands it on under NO and MULTI_CPU alone: this run uses the machine's GPUs",
+            "accelerate launch passes it on only under NO and MULTI_CPU: this run uses the machine's GPUs",
             Edit("use_cpu", False),
             "to stay on the CPU, put ACCELERATE_USE_CPU=true before the command",
         )

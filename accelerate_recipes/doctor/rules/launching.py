@@ -132,7 +132,7 @@ def address(config: Config) -> Iterator[Finding]:
     advice = "main_process_ip: the address of the first machine, such as 10.0.0.1, or its name"
     if not text or PLACEHOLDER.fullmatch(text) or (NUMBERS.fullmatch(text) and not IPV4.fullmatch(text)):
         yield Finding(
-            f"main_process_ip is {text or 'empty'}, which is no address",
+            f"main_process_ip is {text or 'empty'}, which is not an address",
             "accelerate launch refuses it, or the machines wait for each other and fail",
             f"{advice}; or remove the key, and use --main_process_ip after accelerate launch",
         )

@@ -1,0 +1,190 @@
+"""What is compared with one process after the checked steps: steps of a rehearsal, and the steps after a save."""
+
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from ..cpu_group import CpuGroup
+from ..environment import variables_of_one_process
+from ..errors import UsageError
+from ..plan import Plan
+from ..records.running_sums import TOTAL_WEIGHT, RunningSums
+from ..step.engine import Engine, StepResult
+from ..step.setup import Setup
+from .compare import Key, step_gaps
+from .reference import ROUNDINGS, Perturbed
+from .reference_run import ReferenceRun
+from .tolerances import BF16, LATER, TRAJECTORY_TIMES_FLOOR
+from .trace import Step
+
+STEPS = (10, 100)  # from the start of a run, counted from 1
+MAX_SECONDS = 3.0  # that one process may take for them
+COMPARED = (("value", "loss"), ("norm", ""))
+
+
+@dataclass
+class Rehearsal:
+    """Later steps of one process in a rehearsal on the CPU, which exists to find mistakes.
+
+    Attributes:
+        steps: {number: what the step did}.
+        moved: the same from weights that are perturbed by rounding errors: a trajectory amplifies them.
+        first: the first step of the run.
+        is_low: whether a layer computes with fewer bits than float32.
+    """
+
+    steps: dict[int, Step]
+    moved: dict[int, Step]
+    first: Step
+    is_low: bool
+
+    @classmethod
+    def take(cls, run: ReferenceRun, first: Step, number: int) -> "Rehearsal | None":
+        """Takes the later steps of a run that begins with step `number`; None if none is cheap enough."""
+        plan, numbers = run.setup.plan, list[int]()
+        assert run.changes is not None
+        keeps = bool(run.changes.names or run.changes.generators)  # an evaluation in between would move it on
+        for step in STEPS:
+            is_cheap = run.seconds * step * 2 <= MAX_SECONDS and number + step <= plan.num_steps
+            if is_cheap and not (keeps and any(map(plan.evaluates, range(number + 1, number + step)))):
+                numbers.append(number + step - 1)
+        if not numbers or run.setup.accelerator.device.type != "cpu":
+            return None
+        try:
+            steps = run.steps(numbers, None, first=number)
+            return cls(steps, Perturbed.take(run, numbers, ROUNDINGS[0], number).steps, first, run.is_low)
+        except Exception:  # the run will show it, with the step and its samples
+            return None
+
+    def line(self, steps: Sequence[Step], plan: Plan, number: int) -> str | None:
+        """The line that ends a run whose step `number` is not that of one process; None if it is. `steps` are what it
+        did in each process."""
+        expected = self.steps[number]
+        floors = step_gaps(self.moved[number], expected, plan, number)
+        limits = {
+            key: max(self._tolerance(key, expected), TRAJECTORY_TIMES_FLOOR * floors[key].size) for key in COMPARED
+        }
+        each = (step_gaps(step, expected, plan, number, rank) for rank, step in enumerate(steps))
+        found = [gaps[key] for gaps in each for key in COMPARED if key in gaps and not gaps[key].size <= limits[key]]
+        if not found:
+            return None
+        return (
+            f"{plan.layout} does not give the result of one process: in step {number + 1}, {found[0].text}\n"
+            "  likely cause: the first steps were the same; something begins later, as a hook, dropout or a schedule "
+            "in the model, and the config divides what it computes\n"
+            "  --check_steps 0 trains without this check"
+        )
+
+    def _tolerance(self, key: Key, expected: Step) -> float:
+        if self.is_low:
+            return BF16["grad_norm" if key[0] == "norm" else ""]
+        # A loss near 0 is all rounding: what counts is its size in the first step.
+        return LATER * max(1.0, _size(self.first, key) / max(_size(expected, key), 1e-30))
+
+
+def _size(step: Step, key: Key) -> float:
+    if key[0] == "norm":
+        return step.grad_norm
+    losses = [values["loss"].abs().mean() for values in step.values.values() if "loss" in values]
+    return float(sum(losses) / max(len(losses), 1))
+
+
+class AfterSaves:
+    """Compares the two steps after a save with one process, with `--check_every`: it resumes from the checkpoint on the
+    CPU, in a folder of its own. The second step shows how the first one moved the weights.
+
+    Args:
+        setup: of the run.
+        group: of all processes.
+
+    Attributes:
+        numbers: of the steps that are compared next.
+    """
+
+    def __init__(self, setup: Setup, group: CpuGroup):
+        self._plan, self._print, self._group = setup.plan, setup.accelerator.print, group
+        self.numbers, self._own, self._path = range(0), dict[int, tuple[float, float]](), Path()
+        self._num_checks, self._with = 0, ExitStack()  # of the process that runs now
+
+    def start(self, step: int, finish: Callable[[], Path | None]) -> None:
+        """As ParityCheck.after_save."""
+        num_checks = step // self._plan.config.check_every
+        numbers = range(step, min(step + 2, self._plan.num_steps))
+        if num_checks == self._num_checks or not numbers or (path := finish()) is None:
+            return
+        self._num_checks, self.numbers, self._own, self._path = num_checks, numbers, {}, path
+        if self._group.rank != 0:
+            return
+        folder = Path(self._with.enter_context(TemporaryDirectory(ignore_cleanup_errors=True)))
+        output = self._with.enter_context((folder / "output.txt").open("w"))
+        sizes = ["--pipeline_stages", "1", "--pipeline_schedule", "1f1b", "--expert_parallel", "1"]
+        records = ["--log_every", "1", "--save_every", "0", "--check_every", "0", "--report_to", ""]
+        places = ["--output_dir", str(folder), "--resume_from_checkpoint", str(path.absolute())]
+        command = [sys.executable, *sys.argv, *sizes, *records, *places]
+        environment = variables_of_one_process()
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        self._with.callback(process.wait)
+        self._with.callback(process.kill)
+        self._process, self._folder = process, folder
+
+    def compare(self, engine: Engine, number: int, result: StepResult) -> None:
+        """To be called after each of `numbers`, in all processes. Raises UsageError if the last one, or one before, is
+        not the step of one process."""
+        sums = RunningSums()
+        sums.add(result)
+        totals = sums.sums(engine, number + 1)
+        norm = math.nan if result.grad_norm is None else float(result.grad_norm)
+        self._own[number + 1] = totals["loss"] / totals[TOTAL_WEIGHT], norm
+        if number != self.numbers[-1]:
+            return
+        self.numbers = range(0)
+        line, problem = self._group.broadcast(self._found() if self._group.rank == 0 else None)
+        self.stop()
+        if problem:
+            self._print(f"the steps after {self._path} are not compared with one process: {problem}")
+        elif line:
+            raise UsageError(
+                f"{self._plan.layout} does not give the result of one process after {self._path}: {line}; "
+                f"accelerate-recipes verify {sys.argv[0]} --checkpoint {self._path} looks for the cause"
+            )
+
+    def stop(self) -> None:
+        """Ends the process, and removes its folder."""
+        self._with.close()
+
+    def _found(self) -> tuple[str, str]:
+        """(the difference, empty if there is none; why nothing was compared, empty if something was)"""
+        ends = time.monotonic() + min(600.0, self._plan.config.hang_timeout / 2 or 600.0)
+        alone = dict[int, tuple[float, float]]()
+        while not self._own.keys() <= alone.keys():
+            is_over = self._process.poll() is not None  # before its records are read
+            alone = _records(self._folder / "metrics.jsonl")
+            if is_over and not self._own.keys() <= alone.keys():
+                lines = (self._folder / "output.txt").read_text(errors="replace").split("\n")
+                return "", next((line for line in reversed(lines) if "rror" in line), "it ended without a line")
+            if time.monotonic() > ends:
+                return "", "one process takes too long"
+            time.sleep(0.05)
+        is_low = self._plan.layout.precision != "float32"
+        tolerances = (BF16[""], BF16["grad_norm"]) if is_low else (LATER, 10 * LATER)
+        for step, own in self._own.items():
+            for name, value, expected, tolerance in zip(("train/loss", "grad_norm"), own, alone[step], tolerances):
+                if name == "train/loss" and step == min(self._own):
+                    continue  # its record also has the steps before the save that no record had
+                if not abs(value - expected) <= tolerance * abs(expected):
+                    return f"the {name} of step {step} is {value:.7g}, {expected:.7g} on one process", ""
+        return "", ""
+
+
+def _records(path: Path) -> dict[int, tuple[float, float]]:
+    """{step: (loss, norm of the gradient)} of the training records that are complete."""
+    text = path.read_text() if path.exists() else ""
+    records = [json.loads(line) for line in text.split("\n")[:-1]]
+    return {each["step"]: (each["train/loss"], each["grad_norm"]) for each in records if "grad_norm" in each}

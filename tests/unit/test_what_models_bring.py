@@ -1,0 +1,159 @@
+"""Promise: a model of transformers computes what transformers computes with its folder, or is refused in one line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    XLNetConfig,
+    XLNetForSequenceClassification,
+)
+
+from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.tasks.causal_lm import load_pretrained
+from accelerate_recipes.common.tasks.encoder import load_encoder, pad_texts, word_tokenizer
+from accelerate_recipes.common.tasks.pretrained import load
+from accelerate_recipes.common.weights.on_disk import materialize, on_disk
+from support.small_model import write_encoder, write_model
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+def quantize(folder: Path, settings: dict[str, Any] | None) -> None:
+    """Divides the matrices of a model into numbers of 8 bits and a scale of 0.01."""
+    write_model(folder, num_positions=32)
+    weights = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        weights[name] = (weight * 100).to(torch.float8_e4m3fn) if "proj" in name else weight
+        if "proj" in name:
+            weights[f"{name}_scale_inv"] = torch.full((1, 1), 0.01)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    set_in(folder / "config.json", **({} if settings is None else {"quantization_config": settings}))
+
+
+def set_in(file: Path, **values: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def test_scales_of_a_quantized_model_are_applied(tmp_path: Path) -> None:
+    quantize(tmp_path, FP8)
+    model, _ = load_pretrained(str(tmp_path), 16, "sdpa")
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    found, stored = model.state_dict(), load_file(tmp_path / "model.safetensors")
+    assert {weight.dtype for weight in found.values()} == {torch.float32} and not on_disk(model)
+    assert all(torch.equal(weight, found[name]) for name, weight in expected.state_dict().items())
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.allclose(found[name], stored[name].float() / 100, rtol=1e-2)
+    assert "quantization_config" not in model.config.to_dict()
+
+
+@pytest.mark.parametrize(
+    "method", ["bitsandbytes", "gptq", "awq", "hqq", "torchao", "bitnet", "quanto", "exl2", "modelopt"]
+)
+def test_other_quantized_models_are_refused(tmp_path: Path, method: str) -> None:
+    more = {"bits": 4, "group_size": 128, "load_in_4bit": True} if method in ("bitsandbytes", "gptq", "awq") else {}
+    quantize(tmp_path, {"quant_method": method} | more)
+    with pytest.raises(UsageError, match=f"its weights are quantized .{method}.: use the path of the model of which"):
+        load_pretrained(str(tmp_path), 16, "sdpa")
+
+
+def test_numbers_that_need_a_scale_are_refused(tmp_path: Path) -> None:
+    quantize(tmp_path, None)
+    with pytest.raises(UsageError, match=r"its weights are quantized .F8_E4M3."):
+        load_pretrained(str(tmp_path), 16, "sdpa")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_types_are_read_as_transformers_reads_them(tmp_path: Path, dtype: torch.dtype) -> None:
+    write_model(tmp_path, num_positions=32)
+    weights = {name: weight.to(dtype) for name, weight in load_file(tmp_path / "model.safetensors").items()}
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    model, _ = load_pretrained(str(tmp_path), 16, "sdpa")
+    assert on_disk(model)
+    materialize(model)
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    assert all(torch.equal(weight, expected[name]) for name, weight in model.state_dict().items())
+
+
+def read_causal(folder: Path) -> None:
+    load_pretrained(str(folder), 16, "sdpa")
+
+
+def read_classifier(folder: Path) -> None:
+    load_encoder(AutoModelForSequenceClassification, str(folder), 16)
+
+
+def read_embedder(folder: Path) -> None:
+    load_encoder(AutoModel, str(folder), 16)
+
+
+@pytest.mark.parametrize("read", [read_causal, read_classifier, read_embedder])
+@pytest.mark.parametrize("how", ["more", "hole"])
+def test_token_without_a_row_is_found_at_once(tmp_path: Path, read: Any, how: str) -> None:
+    write_model(tmp_path, num_positions=32) if read is read_causal else write_encoder(tmp_path)
+    read(tmp_path)  # as it is, it has rows for all
+    file = tmp_path / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    if how == "hole":
+        vocabulary[max(vocabulary, key=vocabulary.get)] = 999
+    vocabulary |= {f"new{number}": 900 + number for number in range(20)} if how == "more" else {}
+    file.write_text(json.dumps(content))
+    token, number = ("new19", 919) if how == "more" else (".*", 999)
+    with pytest.raises(UsageError, match=f"the token '{token}' with the id {number}, the model has [0-9]+ rows"):
+        read(tmp_path)
+
+
+TEXTS = [[5, 6, 7, 8, 9, 4, 3], [6, 4, 3], [9, 8, 4, 3]]
+
+
+def losses(model: Any, collate: Any, size: int) -> torch.Tensor:
+    """The loss of each of `TEXTS`, in batches of so many."""
+    samples = [{"input_ids": torch.tensor(text)} for text in TEXTS]
+    batches = [collate(samples[start : start + size]) for start in range(0, len(samples), size)]
+    logits = torch.cat([model(**batch).logits for batch in batches])
+    return F.cross_entropy(logits, torch.tensor([0, 1, 2]), reduction="none").detach()
+
+
+def xlnet() -> Any:
+    shape = {"d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 32, "summary_last_dropout": 0.0}
+    return XLNetForSequenceClassification(XLNetConfig(vocab_size=32, num_labels=3, **shape, initializer_range=0.3))
+
+
+def gpt2(pad: int) -> Any:
+    """A decoder that looks for the last token which is none of padding, by an id."""
+    shape = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32, "initializer_range": 0.3}
+    return GPT2ForSequenceClassification(GPT2Config(vocab_size=32, num_labels=3, pad_token_id=pad, **shape))
+
+
+@pytest.mark.parametrize(("make", "side"), [(xlnet, "left"), (lambda: gpt2(0), "right"), (lambda: gpt2(1), "right")])
+def test_padding_changes_no_loss(make: Any, side: str) -> None:
+    torch.manual_seed(0)
+    model, tokenizer = make().eval(), word_tokenizer(["a b c a b c"], 16)
+    collate = pad_texts(model, tokenizer)
+    assert collate.side == tokenizer.padding_side == side
+    alone = losses(model, collate, 1)
+    assert all(torch.allclose(losses(model, collate, size), alone, atol=1e-5) for size in (2, 3))
+
+
+def test_padding_that_is_seen_on_both_sides_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    model, tokenizer = xlnet().eval(), word_tokenizer(["a b c a b c"], 16)
+    forward = model.forward
+    model.forward = lambda input_ids, attention_mask: [forward(input_ids).logits * input_ids.shape[1]]
+    assert pad_texts(model, tokenizer).side == "right"
+    assert "sees padding: the result depends on --micro_batch_size" in capsys.readouterr().out
+
+
+def test_load_reads_no_tokenizer_where_there_is_none(tmp_path: Path) -> None:
+    write_encoder(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    assert load(AutoModel, str(tmp_path), "encoder", reads=None)[1] is None
