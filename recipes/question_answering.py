@@ -14,6 +14,8 @@ To train on your own questions, or to continue from a pretrained encoder; and to
     python recipes/question_answering.py --predict "What does it return?" --context path/to/text.txt
 """
 
+import ast
+import re
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,20 +31,13 @@ from accelerate_recipes.common.data.mixture import parts_of
 from accelerate_recipes.common.data.sets import ForwardStep
 from accelerate_recipes.common.tasks.encoder import EncoderFlags, load_encoder, small_bert
 from accelerate_recipes.common.tasks.mixture import Sources
+from accelerate_recipes.common.tasks.pairs import documented_functions
 from accelerate_recipes.common.tasks.pretrained import export_of, exported_model
-from accelerate_recipes.common.tasks.questions import (
-    OUTSIDE,
-    Question,
-    Windows,
-    best_answers,
-    best_spans,
-    exact_and_f1,
-    load_questions,
-)
+from accelerate_recipes.common.tasks.questions import Question, Windows, best_answers, exact_and_f1, load_questions
 from accelerate_recipes.common.tasks.text_files import local_path, open_text
 
 INPUTS = ("input_ids", "token_type_ids", "attention_mask")
-PADDING = {"places": OUTSIDE}
+PADDING = {"places": -1}  # as of tokens that are not of the text
 LOWEST = -1e9
 
 
@@ -69,6 +64,35 @@ class Config(EncoderFlags):
     context: str = flag("", "path of the text file that holds the answer to --predict")
 
 
+def questions_about_functions() -> list[Question]:
+    """What a function of Python does and returns, and the defaults of its arguments; some have no answer."""
+    found = list[Question]()
+    for node, docstring in documented_functions():
+        head = f"{node.name}({ast.unparse(node.args)}): "
+        context = head + " ".join(" ".join(docstring.split("\n\n")[:2]).split())
+        asked = {
+            f"What does {node.name} do?": re.compile(r"(.+?)(?=\. |\.?$)").match(context, len(head)),
+            f"What does {node.name} return?": re.search(r"\b[Rr]eturns? (.+?)(?=[.;:] |\.?$)", context),
+        }
+        # The first arguments have no default, and what has none is asked for where others have one.
+        for name in (one.arg for one in node.args.args[1:] if node.args.defaults):
+            value = re.search(rf"\b{name}(?:: [^=,]+)?\s?=\s?([^,()]*\w[^,()]*)[,)]", head)
+            asked[f"What is the default of {name}?"] = value
+        for text, match in asked.items():
+            found.append(Question(text, context, [(match[1], match.start(1))] if match else []))
+    return found
+
+
+def best_spans(start: Tensor, end: Tensor, places: Tensor, max_length: int) -> dict[str, Tensor]:
+    """Of each window the answer of at most so many tokens with the highest sum of logits, and that of no answer."""
+    length, row = start.shape[1], torch.arange(len(start), device=start.device)
+    is_text = places[..., 0] >= 0
+    fits = (is_text[:, :, None] & is_text[:, None, :]).triu().tril(max_length - 1)
+    score, place = (start[:, :, None] + end[:, None, :]).masked_fill(~fits, LOWEST).flatten(1).max(1)
+    begin, last = places[row, place // length, 0], places[row, place % length, 1]
+    return {"score": score, "no_answer": start[:, 0] + end[:, 0], "begin": begin, "end": last}
+
+
 def make_forward_step(config: Config) -> ForwardStep:
     """`forward_step` for the flags."""
 
@@ -90,6 +114,10 @@ def build(config: Config, parts: list[list[Question]]) -> tuple[Any, Any]:
     if path := config.model_name_or_path:
         trust = {"trust_remote_code": config.trust_remote_code}
         model, tokenizer = load_encoder(AutoModelForQuestionAnswering, path, config.max_length, **trust)
+        if not isinstance(getattr(model, "qa_outputs", None), nn.Linear):
+            raise UsageError(
+                f"{type(model).__name__} has no two scores for each token: use the path of a BERT or like it"
+            )
     else:
         texts = (text for part in parts for question in part for text in (question.text, question.context))
         model, tokenizer = small_bert(config, BertForQuestionAnswering, texts)
@@ -106,7 +134,7 @@ def predict(config: Config, asked: str) -> None:
         raise UsageError("--predict asks about a text: use --context with the path of its file")
     model, tokenizer = exported_model(AutoModelForQuestionAnswering, config.output_dir)
     with open_text(local_path(config.context), None) as file:
-        question = Question(asked, file.read(), [])
+        question = Question(asked, file.read())
     windows = Windows([question], tokenizer, config.max_length, config.stride)
     values = make_forward_step(config)(model, pad_to_longest(PADDING)([windows[row] for row in range(len(windows))]))
     print_once(best_answers([windows], values, may_be_none=True)[question] or "no answer")
@@ -118,7 +146,7 @@ def main(config: Config) -> None:
         return predict(config, config.predict)
     accelerator = start(config)
     columns = config.context_column, config.question_column, config.answers_column
-    sources = Sources(config, lambda data: load_questions(data, *columns))
+    sources = Sources(config, lambda data: load_questions(data, *columns, questions_about_functions))
     parts = [train for train, _ in sources.parts.values()]
     model, tokenizer = build(config, parts)
     may_be_none = any(not question.answers for part in parts for question in part)

@@ -99,7 +99,7 @@ def predictions(model: Any, windows: list[Any]) -> dict[str, str]:
     return {name: text for name, (_, text) in best.items()}
 
 
-@pytest.mark.parametrize("pads", [True, False])
+@pytest.mark.parametrize("pads", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_losses_and_measures_are_those_of_run_qa(tmp_path: Path, data: Path, pads: bool) -> None:
     from torchmetrics.functional.text import squad
     from transformers import AutoModelForQuestionAnswering, default_data_collator

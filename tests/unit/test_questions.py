@@ -10,17 +10,15 @@ import torch
 from accelerate_recipes import UsageError
 from accelerate_recipes.common.data.collate import pad_to_longest
 from accelerate_recipes.common.tasks.encoder import word_tokenizer
-from accelerate_recipes.common.tasks.questions import (
-    OUTSIDE,
-    Question,
-    Windows,
-    best_answers,
-    best_spans,
-    exact_and_f1,
-    load_questions,
-)
+from accelerate_recipes.common.tasks.questions import Question, Windows, best_answers, exact_and_f1
+from accelerate_recipes.common.tasks.questions import load_questions as load
+from recipes.question_answering import best_spans, questions_about_functions
 
 TEXT = "The cat sat on the mat, and the dog ate the red bone."
+
+
+def load_questions(data: str) -> tuple[list[Question], list[Question]]:
+    return load(data, "context", "question", "answers", questions_about_functions)
 
 
 def question(
@@ -40,10 +38,10 @@ def test_windows_cover_the_text_and_know_their_answer() -> None:
     texts, labels = [], []
     for index in range(len(found)):
         sample = found[index]
-        texts.append([TEXT[begin:end] for begin, end in sample["places"].tolist() if begin != OUTSIDE])
+        texts.append([TEXT[begin:end] for begin, end in sample["places"].tolist() if begin >= 0])
         start, end = sample["start"], sample["end"]
         labels.append(TEXT[sample["places"][start, 0] : sample["places"][end, 1]] if start else None)
-        assert sample["places"][:4].eq(OUTSIDE).all()  # [CLS] what ate [CLS]
+        assert sample["places"][:4].eq(-1).all()  # [CLS] what ate [CLS]
     assert texts[0] == ["The", "cat", "sat", "on", "the", "mat"] and texts[1][:2] == texts[0][-2:]
     assert labels == [None, "dog", "dog", None]
     whole = windows([question(answers=(("the red bone", 40),))], 64)
@@ -61,10 +59,10 @@ def test_best_span_is_that_of_a_search() -> None:
     generator = torch.Generator().manual_seed(0)
     start, end = torch.randn(2, 20, 12, generator=generator)
     places = torch.arange(24).view(1, 12, 2).repeat(20, 1, 1)
-    places[:, :3] = places[10:, 9:] = OUTSIDE
+    places[:, :3] = places[10:, 9:] = -1
     found = best_spans(start, end, places, 4)
     for row in range(20):
-        inside = [at for at in range(12) if places[row, at, 0] != OUTSIDE]
+        inside = [at for at in range(12) if places[row, at, 0] >= 0]
         sums = {(i, j): start[row, i] + end[row, j] for i in inside for j in inside if i <= j < i + 4}
         first, last = max(sums, key=sums.get)
         assert found["score"][row] == sums[first, last] and found["no_answer"][row] == start[row, 0] + end[row, 0]
@@ -135,7 +133,7 @@ def test_answers_in_each_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert [list(one.answers) for one in found] == [[("dog", 8)], *[[("dog", 32)]] * 3, []]
     assert not {one.context for one in train} & {one.context for one in held_out}  # a text is on one side
     output = capsys.readouterr().out
-    assert "1 rows have no text or no question, such as row 5: left out" in output
+    assert "1 of 6 rows have no text in column context or question, such as row 5: left out" in output
     assert "1 of 5 questions have no answer" in output
 
 
@@ -152,8 +150,8 @@ def test_squad_s_own_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("answers", "line"),
     [
-        ({"text": ["dog"], "answer_start": [31]}, "row 1: the answer 'dog' does not stand at character 31 of its text"),
-        ("wolf", "row 1: the answer 'wolf' does not stand in its text"),
+        ({"text": ["dog"], "answer_start": [31]}, "row 1: answer 'dog' does not stand at character 31 of its text"),
+        ("wolf", "row 1: answer 'wolf' does not stand in its text"),
         ({"text": "dog"}, 'row 1: expected an answer as a text, or as {"text": [...], "answer_start": [...]}; found'),
         ([1], 'row 1: expected an answer as a text, or as {"text": [...], "answer_start": [...]}; found [1]'),
     ],
@@ -179,5 +177,5 @@ def test_embedded_questions_have_their_answers() -> None:
     for one in train + held_out:
         for text, begin in one.answers:
             assert one.context[begin : begin + len(text)] == text and any(each.isalnum() for each in text)
-    batch = pad_to_longest({"places": OUTSIDE})([windows(train[:9], 96)[row] for row in (0, 5)])
+    batch = pad_to_longest({"places": -1})([windows(train[:9], 96)[row] for row in (0, 5)])
     assert batch["places"].shape[0] == 2 and batch["attention_mask"].sum(1).max() == batch["input_ids"].shape[1]
