@@ -42,7 +42,7 @@ def flags_of(data: Path, folder: Path) -> str:
     return f"--data {data} {columns} --prefix '{PREFIX}' --model_name_or_path {folder / 'model'} --max_target_length 8"
 
 
-@pytest.mark.parametrize(("kind", "measure"), [("t5", "bleu"), ("bart", "rouge")])
+@pytest.mark.parametrize(("kind", "measure"), [("t5", "bleu"), pytest.param("bart", "rouge", marks=pytest.mark.full)])
 def test_losses_texts_and_measures_are_those_of_others(tmp_path: Path, data: Path, kind: str, measure: str) -> None:
     import sacrebleu
     from rouge_score.rouge_scorer import RougeScorer
@@ -64,7 +64,7 @@ def test_losses_texts_and_measures_are_those_of_others(tmp_path: Path, data: Pat
     for row, ours in zip(held_out, predictions, strict=True):
         tokens = tokenizer(PREFIX + row["translation"]["en"], return_tensors="pt")
         given = {name: tokens[name] for name in ("input_ids", "attention_mask")}
-        ids = exported.generate(**given, max_new_tokens=8, num_beams=1, do_sample=False)[0, 1:].tolist()
+        ids = exported.generate(**given)[0, 1:].tolist()
         assert ours["written"] == ids + [0] * (8 - len(ids))
         written.append(tokenizer.decode(ids, skip_special_tokens=True))
     right = [row["translation"]["turned"] for row in held_out]
@@ -94,7 +94,7 @@ def test_smoothed_loss_is_that_of_transformers() -> None:
     labels[0, 3:] = labels[2, 1:] = -100
     weight = (labels != -100).sum(1).float()
     batch = {"weight": weight} | dict.fromkeys(("labels", "input_ids", "attention_mask", "decoder_input_ids"), labels)
-    losses = make_forward_step(Config(label_smoothing=0.1), None)(Model(), batch)["loss"]
+    losses = make_forward_step(Config(label_smoothing=0.1), 0)(Model(), batch)["loss"]
     theirs = LabelSmoother(0.1)(Seq2SeqLMOutput(logits=logits), labels)
     torch.testing.assert_close((losses * weight).sum() / weight.sum(), theirs)
 
@@ -123,13 +123,13 @@ def test_one_result(tmp_path: Path, data: Path, kind: str, config: str) -> None:
 
 
 def test_it_learns_and_writes(tmp_path: Path) -> None:
-    lines = [f"{number} apples,{number} Äpfel" for number in range(300)]
+    lines = ["green,grün", "red,rot", "five,fünf", "six,sechs"] * 40
     (tmp_path / "pairs.csv").write_text("\n".join(["en,de", *lines]))
-    flags = f"--data {tmp_path / 'pairs.csv'} --source_column en --target_column de --max_steps 150 --batch_size 32"
-    run = fork(tmp_path / "run", "ddp", SCRIPT, f"{flags} --num_layers 1 --eval_every 150")
+    flags = f"--data {tmp_path / 'pairs.csv'} --source_column en --target_column de --max_steps 60 --batch_size 16"
+    run = fork(tmp_path / "run", "ddp", SCRIPT, f"{flags} --num_layers 1 --warmup_steps 0 --max_target_length 8")
     assert run.column("eval/exact_match")[-1] > 90
-    assert fork(tmp_path / "run", "ddp", SCRIPT, "--predict '77 apples'").stdout == "77 Äpfel\n"
-    line = refused(fork(tmp_path / "other", "single", SCRIPT, "--predict '77 apples'", succeeds=False))
+    assert fork(tmp_path / "run", "ddp", SCRIPT, "--predict five").stdout == "fünf\n"
+    line = refused(fork(tmp_path / "other", "single", SCRIPT, "--predict five", succeeds=False))
     assert line == f"error: no model in {tmp_path}/other/model: train first (the same command without --predict)"
 
 
@@ -152,8 +152,7 @@ def test_a_measure_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for measure, package in (("bleu", "sacrebleu"), ("rouge", "rouge_score")):
         monkeypatch.setitem(sys.modules, package, None)
-        monkeypatch.setitem(sys.modules, f"{package}.rouge_scorer", None)
-        with pytest.raises(UsageError, match=f"--measure {measure} needs {package.replace('_', '-')}: run pip install"):
+        with pytest.raises(UsageError, match=f"--measure {measure} needs {package}: run pip install 'acc"):
             make_measure(measure)
 
 
