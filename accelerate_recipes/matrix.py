@@ -9,8 +9,8 @@ from accelerate_recipes import bundle
 EXPERTS = "transformer --num_experts 4"
 RECIPES = (
     *("mnist", "mnist --model mlp", "linear_regression", "transformer", EXPERTS, "text_classification"),
-    *("token_classification", "masked_lm", "embeddings", "finetune", "preferences", "image_classification"),
-    *("diffusion", "vision_language"),
+    *("token_classification", "masked_lm", "embeddings", "question_answering", "translation", "finetune"),
+    *("preferences", "image_classification", "diffusion", "vision_language"),
 )
 # The configs that one machine compares with one process, which is single.yaml.
 CONFIGS = tuple(path.stem for path in bundle.configs() if not path.stem.startswith(("single", "multi_node")))
@@ -44,6 +44,7 @@ _NOT_SUPPORTED = (
     ("has no tp_plan", _TENSOR, ["mnist", "linear_regression"]),
     ("cannot divide sequences", _SEQUENCE, _NOT_CAUSAL),
     ("has no list of layers", PIPELINES, ["linear_regression"]),
+    ("has two chains of layers", PIPELINES, ["translation"]),
     ("calls a layer 2 times", PIPELINES, ["embeddings"]),
     ("has no experts of transformers 5", ["fsdp2_expert_parallel"], [each for each in RECIPES if each != EXPERTS]),
 )

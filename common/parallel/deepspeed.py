@@ -182,6 +182,8 @@ class DeepSpeed(Strategy):
             model.register_forward_pre_hook(_bf16_inputs, with_kwargs=True)
             model.register_forward_hook(float32_outputs)
         compile_if_asked(model, plan)
+        # To `generate`: all processes take as many passes as the longest answer needs. It reads this of FSDP alone.
+        model._is_fsdp_managed_module = zero_stage(plan.layout.environment) == 3
         model, optimizer = accelerator.prepare(model, setup.optimizer)
         load_models_whole()
         return DeepSpeedEngine(setup, model, optimizer)

@@ -106,7 +106,8 @@ class Fsdp2(Strategy):
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
 
     def divide(self, part: Part, plan: Any, grid: Grid) -> None:
-        from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard  # takes a second
+        from torch.distributed import fsdp  # takes a second
+        from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
         layout, model = grid.layout, part.model
         others = {weight for weight in model.parameters() if weight.ndim == 0 or _is_of_experts(weight)}
@@ -126,6 +127,8 @@ class Fsdp2(Strategy):
         fully_shard(part.root, **options)  # what runs: it gathers the rest
         # To `generate`: all processes take as many passes as the longest answer needs.
         model._is_fsdp_managed_module = True  # type: ignore[assignment]
+        if hasattr(model, "generate"):
+            fsdp.register_fsdp_forward_method(model, "generate")  # it calls an encoder without the model around it
         for module in part.root.modules():
             if isinstance(module, FSDPModule):  # not those of before: it has changed their classes
                 module.set_gradient_divide_factor(1.0)

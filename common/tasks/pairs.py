@@ -4,6 +4,7 @@ import ast
 import hashlib
 import re
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -116,19 +117,25 @@ def load_pairs(
     return train, evaluation
 
 
-def _standard_library() -> list[Pair]:
-    """The first paragraph of each function's docstring, and the function without it. They differ a little between
-    versions of Python. A docstring that several functions share counts once."""
-    folder, pairs = Path(sysconfig.get_path("stdlib")), dict[str, str]()
+def documented_functions() -> Iterator[tuple[ast.FunctionDef | ast.AsyncFunctionDef, str]]:
+    """(function, its docstring) of `MODULES`. They differ a little between versions of Python."""
+    folder = Path(sysconfig.get_path("stdlib"))
     for name in MODULES.split():
         for path in [folder / f"{name}.py", *sorted((folder / name).rglob("*.py"))]:
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if path.is_file() else ():
-                if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or len(node.body) < 2:
-                    continue
-                words = (ast.get_docstring(node) or "").split("\n\n")[0].split()
-                if len(words) >= FEWEST_WORDS:
-                    del node.body[0]
-                    pairs.setdefault(" ".join(words), ast.unparse(node))
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and len(node.body) > 1:
+                    docstring = ast.get_docstring(node) or ""
+                    if len(docstring.split("\n\n")[0].split()) >= FEWEST_WORDS:
+                        yield node, docstring
+
+
+def _standard_library() -> list[Pair]:
+    """The first paragraph of each function's docstring, and the function without it. A docstring that several functions
+    share counts once."""
+    pairs = dict[str, str]()
+    for node, docstring in documented_functions():
+        del node.body[0]
+        pairs.setdefault(" ".join(docstring.split("\n\n")[0].split()), ast.unparse(node))
     return [Pair(texts) for texts in pairs.items()]
 
 

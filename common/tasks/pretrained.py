@@ -117,11 +117,22 @@ def exported_pipeline(task: str, output_dir: Path) -> Any:
     """transformers' pipeline of a task with the model that a run has exported. Raises UsageError if there is none."""
     from transformers import pipeline  # takes seconds
 
+    return pipeline(task, model=exported_folder(output_dir))
+
+
+def exported_model(kind: Any, output_dir: Path) -> tuple[Any, Any]:
+    """(the model that a run has exported, its tokenizer), for `--predict`. Raises UsageError if there is none."""
+    logging.disable_progress_bar()
+    folder = exported_folder(output_dir)
+    return kind.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+
+
+def exported_folder(output_dir: Path) -> str:
+    """Where a run has exported a model of transformers. Raises UsageError if it has not."""
     folder = output_dir / "model"
     if not (folder / "config.json").is_file():
         raise UsageError(f"no model in {folder}: train first (the same command without --predict)")
-    logging.disable_progress_bar()
-    return pipeline(task, model=str(folder))
+    return str(folder)
 
 
 def _undo_quantization(config: Any) -> dict[str, Any]:

@@ -24,6 +24,8 @@ MORE = {
     "token_classification": ["--data", "tests/data/tags.conll"],
     "masked_lm": ["--data", "LICENSE"],
     "embeddings": ["--data", "docs/records/pairs.csv"],
+    "question_answering": ["--data", "tests/data/questions.jsonl"],
+    "translation": ["--data", "docs/records/pairs.csv", "--source_column", "query", "--target_column", "document"],
     "finetune": ["--num_answers", "0"],
     "preferences": ["--num_answers", "0"],
     "vision_language": ["--num_answers", "0"],

@@ -14,7 +14,7 @@ from support.launching import ACCELERATE_LAUNCH, accelerate, accelerate_forked, 
 from support.recipes import LINEAR, MNIST
 from support.runs import ROOT
 from support.small_mnist import write_mnist
-from support.small_model import write_encoder, write_model
+from support.small_model import write_encoder, write_encoder_decoder, write_model
 from support.vision_models import write, write_chats
 
 # Commands for set-up, and commands that run these tests.
@@ -74,6 +74,10 @@ def write_what_it_reads(command: str, tmp_path: Path) -> None:
     tags = [*("ada B-PER\nwrites O\n", "a O\nprogram B-THING\n") * 20]
     (tmp_path / "path" / "to" / "tags.conll").write_text("\n".join(tags))
     (tmp_path / "path" / "to" / "tags.jsonl").write_text('{"words": ["good", "day"], "tags": ["B-DAY", "O"]}\n' * 90)
+    asked = [{"id": "1", "question": "who", "answers": [{"text": "ann", "answer_start": 0}]}]
+    paragraphs = [{"context": f"ann has seen {number} bees", "qas": asked} for number in range(40)]
+    squad = {"version": "1.1", "data": [{"title": "", "paragraphs": paragraphs}]}
+    (tmp_path / "path" / "to" / "squad.json").write_text(json.dumps(squad))
     chat = {"messages": [{"role": "user", "content": "one two"}, {"role": "assistant", "content": "three"}]}
     (tmp_path / "path" / "to" / "chats.jsonl").write_text("\n".join([json.dumps(chat)] * 40))
     pair = {"prompt": "one two", "chosen": "three", "rejected": "four"}
@@ -93,6 +97,8 @@ def write_what_it_reads(command: str, tmp_path: Path) -> None:
         execute(["accelerate-recipes", "verify", "recipes/mnist.py", "--record", "mnist.json"], tmp_path, tmp_path)
     if "path/to/encoder" in command:
         write_encoder(tmp_path / "path" / "to" / "encoder")
+    elif "path/to/seq2seq" in command:
+        write_encoder_decoder(tmp_path / "path" / "to" / "seq2seq", "t5")
     elif "path/to/vision_model" in command:
         write("idefics3", tmp_path / "path" / "to" / "vision_model")
         write_chats(tmp_path / "path" / "to" / "seen.jsonl", 41)

@@ -56,6 +56,8 @@ OFTEN = {
     "token classification": ("ddp", "pipeline_parallel"),
     "masked lm": ("ddp", "deepspeed_zero3"),
     "embeddings": ("ddp",),
+    "question answering": ("ddp",),
+    "translation": ("tensor_parallel",),
     "experts": ("fsdp2_expert_parallel", "deepspeed_zero2"),
     "mnist mlp": ("ddp", "fsdp2_tensor_parallel", "deepspeed_zero2"),
     "finetune": ("ddp",),

@@ -10,6 +10,8 @@ TEXT_CLASSIFICATION = "recipes/text_classification.py"
 TOKEN_CLASSIFICATION = "recipes/token_classification.py"
 MASKED_LM = "recipes/masked_lm.py"
 EMBEDDINGS = "recipes/embeddings.py"
+QUESTION_ANSWERING = "recipes/question_answering.py"
+TRANSLATION = "recipes/translation.py"
 FINETUNE = "recipes/finetune.py"
 DIFFUSION = "recipes/diffusion.py"
 IMAGE_CLASSIFICATION = "recipes/image_classification.py"
@@ -52,11 +54,14 @@ TEXT = f"--data {ROOT / 'LICENSE'} --context 32 --batch_size 16 --num_layers 2 -
 # At three times this rate and with other texts, a weight with a gradient of nearly zero differed by 1.4e-5: Adam
 # amplifies such a gradient together with its rounding error.
 TEXT += " --learning_rate 1e-3"
-# Sentences of docs/, with their pages, and cut in two: the embedded data are large, and take seconds to read.
+# Sentences of docs/: with their pages, cut in two, with questions. The embedded data are large, and take seconds.
 ENCODER = "--vocabulary 512 --max_length 32 --hidden_size 32 --batch_size 16 --learning_rate 1e-3 --eval_every 20"
 CLASSES = f"--data {ROOT}/tests/data/texts.csv {ENCODER}"
 TAGS = f"--data {ROOT}/tests/data/tags.conll {ENCODER} --max_length 64"
 PAIRS = f"--data {ROOT}/tests/data/pairs.csv {ENCODER} --temperature 0.2"
+QUESTIONS = f"--data {ROOT}/tests/data/questions.jsonl {ENCODER} --stride 8"
+TRANSLATIONS = f"--data {ROOT}/tests/data/pairs.csv --source_column query --target_column document --max_length 32 "
+TRANSLATIONS += "--max_target_length 8 --hidden_size 32 --batch_size 16 --learning_rate 1e-3 --eval_every 20"
 CHATS = "--max_length 96 --batch_size 8 --learning_rate 1e-3 --eval_every 20 --num_answers 0"
 IMAGES = "--hidden_size 32 --num_layers 2 --batch_size 32 --learning_rate 1e-3 --eval_every 20 --num_pictures 0"
 SHAPES = "--image_size 16 --patch_size 8 --hidden_size 32 --num_layers 2 --batch_size 32 --learning_rate 1e-3 "
@@ -71,6 +76,8 @@ RECIPES = {
     "token classification": (TOKEN_CLASSIFICATION, STEPS + TAGS),
     "masked lm": (MASKED_LM, STEPS + f"--data {ROOT / 'LICENSE'} {ENCODER}"),
     "embeddings": (EMBEDDINGS, STEPS + PAIRS),
+    "question answering": (QUESTION_ANSWERING, STEPS + QUESTIONS),
+    "translation": (TRANSLATION, STEPS + TRANSLATIONS),
     "finetune": (FINETUNE, STEPS + CHATS),
     "diffusion": (DIFFUSION, STEPS + IMAGES),
     "preferences": (PREFERENCES, STEPS + CHATS),

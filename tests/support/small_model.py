@@ -1,6 +1,7 @@
 """A small causal model and a tokenizer of whole words, in the format of transformers."""
 
 from pathlib import Path
+from typing import Any
 
 
 def write_model(folder: Path, num_positions: int, vocab_size: int = 5, num_layers: int = 1) -> None:
@@ -37,6 +38,34 @@ def write_encoder(folder: Path) -> None:
     shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     BertModel(BertConfig(vocab_size=16, **shape)).save_pretrained(folder)
     word_tokenizer(["good bad fair good bad fair"], 16).save_pretrained(folder)
+
+
+def write_encoder_decoder(folder: Path, kind: str) -> tuple[Any, Any]:
+    """Writes a small encoder-decoder without dropout, and its tokenizer with an end token; returns them."""
+    import torch
+    import transformers as hf
+    from tokenizers.processors import TemplateProcessing
+
+    from accelerate_recipes.common.tasks.encoder import word_tokenizer
+
+    tokenizer = word_tokenizer(["turn around : red blue green small large round flat old"] * 2, 32)
+    tokenizer.add_special_tokens({"eos_token": "</s>", "bos_token": "<s>"})
+    end = tokenizer.eos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A </s>", special_tokens=[("</s>", end)])
+    torch.manual_seed(0)
+    ids = {"vocab_size": len(tokenizer), "pad_token_id": 0, "eos_token_id": end, "decoder_start_token_id": 0}
+    if kind == "t5":
+        shape = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+        model = hf.T5ForConditionalGeneration(hf.T5Config(**shape, **ids, dropout_rate=0.0))
+    else:
+        shape = {f"{part}_{what}": value for part in ("encoder", "decoder") for what, value in
+                 {"layers": 2, "attention_heads": 4, "ffn_dim": 64}.items()}  # fmt: skip
+        config = hf.BartConfig(**shape, **ids, d_model=32, dropout=0.0, max_position_embeddings=64, init_std=0.2,
+                               bos_token_id=tokenizer.bos_token_id, forced_eos_token_id=None)  # fmt: skip
+        model = hf.BartForConditionalGeneration(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model, tokenizer
 
 
 def write_gpt2(folder: Path) -> None:

@@ -91,7 +91,7 @@ class Table:
     def check_columns(self, columns: dict[str, str]) -> None:
         """Raises UsageError unless the table has these columns, {flag that names a column: its name}."""
         for flag, name in columns.items():
-            if name not in self.column_names:
+            if name not in self.column_names and name.partition(".")[0] not in self.column_names:
                 found = ", ".join(self.column_names)
                 raise UsageError(f"--data {self.name} has no column {name}: use {flag} with one of {found}")
 
@@ -102,7 +102,10 @@ class Table:
         )
 
     def values(self, column: str) -> Iterable[Any]:
-        """The cells of a column."""
+        """The cells of a column; of "translation.de" what its cells have as "de"."""
+        whole, _, part = column.partition(".")
+        if column not in self.column_names and part:
+            return (cell.get(part) if isinstance(cell, dict) else None for cell in self.values(whole))
         is_dataset = hasattr(self.rows, "select_columns")  # which need not read whole rows
         return TableColumn(self.rows, column) if is_dataset else (row.get(column) for row in self.rows)
 
