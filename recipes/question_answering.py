@@ -26,9 +26,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForQuestionAnswering, BertForQuestionAnswering
 
 from accelerate_recipes import Schedule, UsageError, fit, flag, parameter_groups, print_once, run, start
-from accelerate_recipes.common.data import Batch, Examples, Metrics, pad_to_longest
-from accelerate_recipes.common.data.mixture import parts_of
-from accelerate_recipes.common.data.sets import ForwardStep
+from accelerate_recipes.common.data import Batch, Examples, ForwardStep, Metrics, pad_to_longest, parts_of
 from accelerate_recipes.common.tasks.encoder import EncoderFlags, load_encoder, small_bert
 from accelerate_recipes.common.tasks.mixture import Sources
 from accelerate_recipes.common.tasks.pairs import documented_functions

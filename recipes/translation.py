@@ -26,9 +26,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGeneration
 
 from accelerate_recipes import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, print_once, run, start
-from accelerate_recipes.common.data import Batch, Examples, Metrics, pad_to_longest
-from accelerate_recipes.common.data.mixture import parts_of
-from accelerate_recipes.common.data.sets import ForwardStep
+from accelerate_recipes.common.data import Batch, Examples, ForwardStep, Metrics, pad_to_longest, parts_of
 from accelerate_recipes.common.tasks.causal_lm import IGNORED
 from accelerate_recipes.common.tasks.encoder import load_encoder
 from accelerate_recipes.common.tasks.mixture import Sources
