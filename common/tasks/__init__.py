@@ -1,1 +1,38 @@
 """What recipes need for their task: images, tables, texts, chats, pretrained models. The loop imports none of it."""
+
+import sys
+import warnings
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+MOVED = {  # {old name: new one}; a name stays for one release
+    "cache": "streams",
+    "image_decoding": "reading.image_decoding",
+    "image_folders": "reading.labelled_images",
+    "labelled_images": "reading.labelled_images",
+    "rows": "reading.rows",
+    "sources": "reading.sources",
+    "text_files": "reading.text_files",
+}
+
+
+class _Moved(MetaPathFinder, Loader):
+    """Finds a module by its old name, with a DeprecationWarning."""
+
+    def find_spec(self, name: str, *others: Any) -> ModuleSpec | None:
+        package, _, old = name.rpartition(".")
+        return ModuleSpec(name, self) if package == __name__ and old in MOVED else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        new = f"{__name__}.{MOVED[module.__name__.rpartition('.')[2]]}"
+        line = f"{module.__name__} is now {new}; the old name goes with the next release"
+        warnings.warn(line, DeprecationWarning, stacklevel=2)
+        vars(module).update(
+            (name, value) for name, value in vars(import_module(new)).items() if not name.startswith("__")
+        )
+
+
+sys.meta_path.append(_Moved())

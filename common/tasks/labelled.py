@@ -69,15 +69,22 @@ def _number(name: str) -> Decimal | None:
 
 
 def with_same_classes(data: str, parts: Sequence[Labelled], what: str) -> list[Labelled]:
-    """The parts with the classes of all. Lines say what may be a mistake: classes that training lacks, that look alike,
-    or that stand for none. Raises UsageError if about each sample has a class of its own. `what`: "text" or "image"."""
-    trained, evaluated = ({part.classes[one] for one in flatten(part.labels)} for part in (parts[0], parts[-1]))
-    own, used, size = parts[0].classes, trained | evaluated, sum(len(part.labels) for part in parts)
+    """The parts with the classes of all. Raises UsageError if about each sample has its own. `what`: text, image."""
+    used = {part.classes[one] for part in (parts[0], parts[-1]) for one in flatten(part.labels)}
+    own, size = parts[0].classes, sum(len(part.labels) for part in parts)
     if len(used) > max(MANY, size / 2):
         names = shorten(in_order(used))
         raise UsageError(f"--data {data}: {size:,} {what}s have {names}, as ids do: expected several of a class")
     classes = [*dict.fromkeys(name for part in parts for name in part.classes)]
     classes = in_order(classes) if own == in_order(own) else classes
+    return [part.reorder(classes) for part in parts]
+
+
+def say_odd_classes(data: str, parts: Sequence[Labelled], what: str) -> None:
+    """Lines for what may be a mistake: classes that training lacks, that look alike, or that stand for none, in parts
+    with the same classes."""
+    classes = parts[0].classes
+    trained, evaluated = ({classes[one] for one in flatten(part.labels)} for part in (parts[0], parts[-1]))
     alike: dict[Any, list[str]] = {}
     for name in classes:
         plain = " ".join(unicodedata.normalize("NFKC", name).casefold().split())
@@ -87,11 +94,11 @@ def with_same_classes(data: str, parts: Sequence[Labelled], what: str) -> list[L
         "classes that look alike, and are different ones here": [
             " and ".join(map(ascii, names)) for names in alike.values() if len(names) > 1
         ],
-        "a class like the others here, though it may stand for no class": [NO_CLASS] * (NO_CLASS in used),
+        "a class like the others here, though it may stand for no class": [NO_CLASS]
+        * (NO_CLASS in trained | evaluated),
     }.items():
         if found:
             say(f"--data {data}: {line}: {shorten(found)}")
-    return [part.reorder(classes) for part in parts]
 
 
 def flatten(labels: Sequence[Any]) -> list[Any]:

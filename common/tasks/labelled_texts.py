@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 from ..data.facts import count_by_class, say
 from ..errors import UsageError
-from .labelled import Labelled, flatten, with_same_classes
+from .labelled import Labelled, flatten, say_odd_classes, with_same_classes
 from .reading.rows import Table, rows_with_text, text_of_cell
 from .reading.sources import divide, load_tables
 from .tokenization import rows_with_tokens
@@ -115,6 +115,7 @@ def load_labelled_texts(
     train, evaluation = with_same_classes(data, both, "text")
     several = " (several of a text)" * (target == "classes")
     say(f"--data {data}: {count_by_class(train.classes, flatten(train.labels + evaluation.labels))}{several}")
+    say_odd_classes(data, (train, evaluation), "text")
     return train, evaluation
 
 

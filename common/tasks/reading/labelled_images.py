@@ -11,7 +11,7 @@ from PIL import Image
 
 from ...data.facts import count_by_class, printable, say
 from ...errors import UsageError
-from ..labelled import Labelled, flatten, with_same_classes
+from ..labelled import Labelled, flatten, say_odd_classes, with_same_classes
 from .image_decoding import Opener
 from .rows import Table, table_of, text_of_cell
 from .sources import SPLITS, LeftOut, is_saved, load_tables, walk
@@ -81,6 +81,7 @@ def load_image_splits(data: str, advice: str, max_samples: int | None = None) ->
     labels = [label for part in parts for label in flatten(part.labels)]
     several = " (several of an image)" * parts[0].has_several
     say(f"--data {data}: {' and '.join(facts)}, {count_by_class(parts[0].classes, labels)}{several}")
+    say_odd_classes(data, parts, "image")
     return parts
 
 
