@@ -16,6 +16,7 @@ from llama import Config, main
 
 from accelerate_recipes import run
 from accelerate_recipes.common.step.engine import Engine
+from accelerate_recipes.common.step.replicas import Replicas
 
 SECONDS: dict[str, list[float]] = {"step": [], "comparison": []}
 
@@ -36,7 +37,7 @@ def timed(kind: str, function: Callable[..., Any]) -> Any:
 
 def measure(config: Config) -> None:
     config.log_every, config.check_steps, config.max_steps = 2, 0, config.max_steps or 10
-    Engine.step, Engine.bits = timed("step", Engine.step), timed("comparison", Engine.bits)
+    Engine.step, Replicas.bits = timed("step", Engine.step), timed("comparison", Replicas.bits)
     main(config)
     step, comparison = (median(SECONDS[kind][1:]) for kind in ("step", "comparison"))
     print(f"a comparison takes {1e3 * comparison:.1f} ms, {100 * comparison / step:.2f} % of a step of {step:.2f} s")

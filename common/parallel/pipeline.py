@@ -166,8 +166,12 @@ class PipelineEngine(Engine):
         stages = {index: Stage(part, self._cut, index, self.device) for index, part in zip(own, models)}
         kept = {weight for stage in stages.values() for weight in stage.parameters()}
         for name, weight in whole_model:  # the recipe may hold it
-            if weight not in kept and not weight.is_meta:
+            if weight in kept or weight.is_meta:
+                continue
+            try:
                 torch.utils.swap_tensors(weight, Absent.weight(weight, name, self.device))
+            except RuntimeError:  # C++ code refers to it, as a graph does
+                weight.data = Absent(weight, "").numbers.to(weight)
         for group in setup.optimizer.param_groups:
             group["params"] = [weight for weight in group["params"] if weight in kept]
         for stage in stages.values():

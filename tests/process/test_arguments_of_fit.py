@@ -23,7 +23,7 @@ def predictions(run: Run, name: str) -> list[dict]:
     ("config", "flags"),
     [
         ("ddp", "--micro_batch_size 1 --num_workers 1"),
-        ("fsdp2", ""),
+        pytest.param("fsdp2", "", marks=pytest.mark.full),
         pytest.param("single", "--micro_batch_size 2", marks=pytest.mark.full),
         pytest.param("ddp", "", marks=pytest.mark.full),
         pytest.param("deepspeed_zero2", "", marks=pytest.mark.full),

@@ -151,7 +151,7 @@ OF_USERS = {
         ("transformer", ""),
         pytest.param("scalar weight", "--ema_decay 0.9", marks=pytest.mark.full),
         pytest.param("shared weight", "", marks=pytest.mark.full),
-        ("several ranges of a weight", "--ema_decay 0.9"),
+        pytest.param("several ranges of a weight", "--ema_decay 0.9", marks=pytest.mark.full),
         pytest.param("experts", "--ema_decay 0.9", marks=pytest.mark.full),
         pytest.param("mnist mlp", "--ema_decay 0.9", marks=pytest.mark.full),
         pytest.param("text classification", "", marks=pytest.mark.full),

@@ -106,6 +106,7 @@ def write_what_it_reads(command: str, tmp_path: Path) -> None:
         write_model(tmp_path / "path" / "to" / "model", num_positions=64)
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(("command", "is_launched"), COMMANDS)
 def test_command_works(tmp_path: Path, command: str, is_launched: bool) -> None:
     for folder in ("recipes", "accelerate_configs", "benchmarks", "launchers"):

@@ -96,6 +96,7 @@ def test_a_project_works_after_the_checkout_is_gone(tmp_path: Path) -> None:
     assert Path(where).is_relative_to(project)
 
 
+@pytest.mark.full
 def test_a_copied_recipe_runs_anywhere_with_the_wheel(tmp_path: Path) -> None:
     """With the wheel that the build makes, which is the one that `new` writes. Beside it is a foreign `common`."""
     build = [

@@ -57,7 +57,8 @@ FEW += [
 ]
 
 
-@pytest.mark.parametrize("keys", [FEW, pytest.param([*CASES], marks=pytest.mark.full)], ids=["few", "all"])
+@pytest.mark.full
+@pytest.mark.parametrize("keys", [FEW, [*CASES]], ids=["few", "all"])
 def test_no_step_waits_are_those_that_the_page_names(keys: list[tuple[str, str, str]]) -> None:
     cases = [*keys, ("no", MNIST, "--mix")]
     command = [sys.executable, str(ROOT / "tests" / "scripts" / "fake_device.py"), json.dumps(cases)]

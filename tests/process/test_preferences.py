@@ -85,6 +85,7 @@ def test_adapters_and_losses(tmp_path: Path, reference: Callable[..., Run], base
         assert largest_difference(run.column(name), expected.column(name)) <= TOLERANCE
 
 
+@pytest.mark.full
 def test_a_longer_run_goes_on_with_the_same_reference(tmp_path: Path, pairs: Path) -> None:
     """Bit for bit, though each computes the reference of its own steps."""
     flags = f"{SHORT} --data {pairs} --lr_schedule constant --save_every 3 --keep_checkpoints 9"

@@ -52,6 +52,7 @@ def test_trackio_has_the_run(tmp_path: Path) -> None:
     assert json.loads(config)["batch_size"] == 64
 
 
+@pytest.mark.full
 def test_wandb_offline_has_the_run(tmp_path: Path) -> None:
     run = fork(tmp_path / "run", "ddp", LINEAR, f"{SHORT} --report_to wandb", env={"WANDB_MODE": "offline"})
     (log,) = (run.output_dir / "wandb").glob("offline-run-*/run-*.wandb")
