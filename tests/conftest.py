@@ -20,7 +20,7 @@ from support.runs import Run
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # else a unit test that looks for a model on the Hub waits a minute
 
-MANY_CASES = 4
+MANY_CASES = 3
 
 # A shell lets a command in the background ignore Ctrl-C, and all processes that the command starts would, too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -35,7 +35,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     """Marks the unit tests as quick, because they start no processes. Of another test with many cases, `make test` runs
-    the half that a checksum of their names draws; `make test-full` runs all, for hours."""
+    the third that a checksum of their names draws; `make test-full` runs all, for hours."""
 
     def has(item: pytest.Function, *names: str) -> bool:
         return any(item.get_closest_marker(name) for name in names)
@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     for item in items:
         if "unit" in item.path.parts:
             item.add_marker(pytest.mark.quick)
-        is_drawn = zlib.crc32(item.name.encode()) % 2 == 0 or cases[item.path, item.originalname] <= MANY_CASES
+        is_drawn = zlib.crc32(item.name.encode()) % 3 == 0 or cases[item.path, item.originalname] <= MANY_CASES
         if not is_drawn and not has(item, "quick", "every_case"):
             item.add_marker(pytest.mark.full)
         if has(item, "full", "large"):

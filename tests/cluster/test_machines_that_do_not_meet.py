@@ -98,6 +98,7 @@ def test_two_machines_of_one_rank_are_named(tmp_path: Path, hosts: Hosts) -> Non
         assert run.exit_code == 2 and "node1 and node1 both have --machine_rank 1" in run.stderr
 
 
+@pytest.mark.full
 def test_machine_that_ends_and_comes_again_is_not_counted_twice(tmp_path: Path, hosts: Hosts) -> None:
     """The others wait for a third machine. A stop by a signal is not a failure."""
     waiting = node(0, LAUNCH, num_machines=3, timeout=12)

@@ -201,6 +201,7 @@ def test_other_number_of_processes_says_what_it_does(tmp_path: Path, undisturbed
     assert run.column("learning_rate") == undisturbed("ddp", COURSE).column("learning_rate")[-1:]
 
 
+@pytest.mark.full
 def test_sums_of_a_record_under_way_go_on_under_another_number_of_processes(tmp_path: Path) -> None:
     """Each run resumes from the one before it, two steps later. The only record is the mean of all ten steps."""
     flags = "--max_steps 10 --log_every 10 --save_every 2 --keep_checkpoints 9 --model mlp"

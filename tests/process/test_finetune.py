@@ -49,6 +49,7 @@ def test_evaluation_does_not_depend_on_packing(tmp_path: Path, base: Path) -> No
     assert runs[0].column("train/loss") != runs[1].column("train/loss")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "config", ["deepspeed_zero2", *(pytest.param(one, marks=pytest.mark.full) for one in ("fsdp2", "deepspeed_zero3"))]
 )
@@ -297,6 +298,7 @@ def test_code_that_a_model_brings_runs_with_a_flag_alone(tmp_path: Path, base: P
         assert (run.output_dir / "model" / name).read_text() == (tmp_path / "custom" / name).read_text()
 
 
+@pytest.mark.full
 def test_a_checkpoint_of_a_pipeline_resumes_under_another_config(tmp_path: Path) -> None:
     flags = SHORT.replace("--max_steps 6", "--max_steps 4")
     saved = fork(tmp_path / "saved", "pipeline_parallel", FINETUNE, f"{flags} --save_every 2 --pipeline_stages 2")

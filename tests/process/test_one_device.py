@@ -29,6 +29,7 @@ def rehearsed(monkeypatch: pytest.MonkeyPatch, file: Path, *arguments: str) -> l
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+@pytest.mark.full
 def test_strategies_that_share_a_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     chosen = ["--parts", "facts", "strategies", "--strategies", *KINDS]
     machine, *found, end = rehearsed(monkeypatch, tmp_path / "lease.jsonl", *chosen)

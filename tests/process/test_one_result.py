@@ -180,6 +180,7 @@ def test_bf16_is_close_to_bf16_on_one_process(
     assert largest_difference(run.column("grad_norm"), in_float32.column("grad_norm")) > 50 * TOLERANCE
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("config", "recipe"),
     [

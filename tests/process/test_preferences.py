@@ -56,6 +56,7 @@ def test_reference_is_kept(tmp_path: Path, base: Path, pairs: Path) -> None:
     assert first.column("train/reward_accuracy")[0] == first.column("train/reward_margin")[0] == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("config", ["ddp", pytest.param("deepspeed_zero3", marks=pytest.mark.full)])
 def test_the_policy_begins_as_its_reference(tmp_path: Path, pairs: Path, config: str) -> None:
     """With a model that has dropout, GPT-2, and whose padding is its end token; also after a resume."""

@@ -122,6 +122,7 @@ def test_signal_to_the_launcher_stops_all_at_one_step(
     assert run.records[-1]["step"] == max(run.checkpoints)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("config", [pytest.param("single", marks=pytest.mark.full), "ddp"])
 def test_second_ctrl_c_ends_at_once_what_does_not_stop(tmp_path: Path, config: str) -> None:
     output_dir = tmp_path / "run"
