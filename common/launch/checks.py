@@ -20,14 +20,16 @@ def check_launcher(layout: Layout, config: RunConfig) -> None:
     launched = environment.local_rank is not None
     has_place = environment.main_address and environment.main_port
     kinds = [f"ACCELERATE_USE_{kind}" for kind in ("DEEPSPEED", "FSDP", "PARALLELISM_CONFIG")]
-    left = {kind: "true without a launcher" for kind in kinds if not launched and environment.is_true(kind)}
-    if launched and not has_place:
-        left = {"LOCAL_RANK": f"{environment.local_rank} without MASTER_ADDR or MASTER_PORT"}
-    if environment.rank >= environment.world_size:
-        left = {"RANK": f"{environment.rank} of {environment.world_size} processes"}
-    for name, what in left.items():
-        what = f"{name} is {what}: another launch has left it"
-        raise UsageError(what, f"unset {name}", beside="or start with accelerate launch")
+    of_all = f"{environment.rank} of {environment.world_size} processes"
+    left = [
+        ("RANK", environment.rank >= environment.world_size, of_all),
+        ("LOCAL_RANK", launched and not has_place, f"{environment.local_rank} without MASTER_ADDR or MASTER_PORT"),
+        *((kind, not launched and environment.is_true(kind), "true without a launcher") for kind in kinds),
+    ]
+    for name, is_wrong, what in left:
+        if is_wrong:
+            what = f"{name} is {what}: another launch has left it"
+            raise UsageError(what, f"unset {name}", beside="or start with accelerate launch")
     if not launched and layout.num_processes > 1:
         raise UsageError(
             f"WORLD_SIZE is {layout.num_processes} but LOCAL_RANK is not set, so each process would train alone",

@@ -1,7 +1,6 @@
 """Promise: question_answering.py takes the steps of transformers' run_qa, has its measures, and exports what that
 library loads."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from support import peers
 from support.launching import fork
 from support.recipes import RECIPES
 from support.runs import largest_difference, refused
+from support.small_model import write_bert
 
 SCRIPT, ARGUMENTS = RECIPES["question answering"]
 NAMES, THINGS = ["ann", "bob", "cleo", "dan", "eve", "finn"], ["bread", "fish", "a red apple", "cake", "rice", "soup"]
@@ -35,26 +35,13 @@ def rows(number: int, seed: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("squad")
-    for seed, (split, number) in enumerate({"train": 200, "validation": 51}.items()):
-        (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows(number, seed))))
-    return folder
+    return peers.write_parts(tmp_path_factory.mktemp("squad"), rows, "validation")
 
 
 def write_model(folder: Path) -> tuple[Any, Any]:
     """Writes a small BERT for questions, without dropout, and its tokenizer; returns them."""
-    from transformers import BertConfig, BertForQuestionAnswering
-
-    from accelerate_recipes.common.tasks.encoder import word_tokenizer
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    model = BertForQuestionAnswering(BertConfig(vocab_size=64, initializer_range=0.2, **sizes, **no_dropout))
-    tokenizer = word_tokenizer([text for row in rows(40, 2) for text in (row["context"], row["question"])], 64)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return model, tokenizer
+    texts = [text for row in rows(40, 2) for text in (row["context"], row["question"])]
+    return write_bert(folder, "BertForQuestionAnswering", texts, vocab_size=64, initializer_range=0.2)
 
 
 def features(tokenizer: Any, split: list[dict[str, Any]]) -> list[tuple[dict[str, Any], list[Any], dict[str, Any]]]:

@@ -12,6 +12,7 @@ from support import peers
 from support.launching import fork
 from support.recipes import RECIPES
 from support.runs import assert_same_result, largest_difference, refused
+from support.small_model import write_bert
 
 SCRIPT = RECIPES["text classification"][0]
 WORDS = ["red", "blue", "green", "small", "large", "round", "flat", "old"]
@@ -49,26 +50,13 @@ def rows(number: int, seed: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pairs")
-    for seed, (split, number) in enumerate({"train": 200, "test": 51}.items()):
-        (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows(number, seed))))
-    return folder
+    return peers.write_parts(tmp_path_factory.mktemp("pairs"), rows)
 
 
 def write_model(folder: Path, **options: Any) -> tuple[Any, Any]:
     """Writes a small BERT with a head, without dropout, and its tokenizer; returns them."""
-    from transformers import BertConfig, BertForSequenceClassification
-
-    from accelerate_recipes.common.tasks.encoder import word_tokenizer
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    config = BertConfig(vocab_size=16, initializer_range=0.2, **sizes, **no_dropout, **options)
-    model, tokenizer = BertForSequenceClassification(config), word_tokenizer([" ".join(WORDS)] * 2, 16)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return model, tokenizer
+    sizes = {"vocab_size": 16, "initializer_range": 0.2}
+    return write_bert(folder, "BertForSequenceClassification", [" ".join(WORDS)] * 2, **sizes, **options)
 
 
 def measures(case: str, predictions: list[dict[str, Any]]) -> dict[str, float]:

@@ -11,6 +11,7 @@ from support import peers
 from support.launching import fork
 from support.recipes import RECIPES
 from support.runs import largest_difference, refused
+from support.small_model import write_bert
 
 SCRIPT, ARGUMENTS = RECIPES["token classification"]
 NAMES = ["B-PER", "I-PER", "O"]
@@ -39,18 +40,8 @@ def write_data(folder: Path) -> None:
 
 def write_model(folder: Path) -> tuple[Any, Any]:
     """Writes a small BERT with a head, without dropout, and its tokenizer; returns them."""
-    from transformers import BertConfig, BertForTokenClassification
-
-    from accelerate_recipes.common.tasks.encoder import word_tokenizer
-
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    sizes |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "vocab_size": 32}
-    model = BertForTokenClassification(BertConfig(**sizes, id2label=dict(enumerate(NAMES)), initializer_range=0.1))
-    tokenizer = word_tokenizer([f"the {' '.join(PEOPLE)} saw co-op"] * 2, 32)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return model, tokenizer
+    options = {"vocab_size": 32, "initializer_range": 0.1, "id2label": dict(enumerate(NAMES))}
+    return write_bert(folder, "BertForTokenClassification", [f"the {' '.join(PEOPLE)} saw co-op"] * 2, **options)
 
 
 def test_losses_measures_and_scores_are_those_of_others(tmp_path: Path) -> None:

@@ -31,10 +31,7 @@ def rows(number: int, seed: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pairs")
-    for seed, (split, number) in enumerate({"train": 200, "test": 51}.items()):
-        (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows(number, seed))))
-    return folder
+    return peers.write_parts(tmp_path_factory.mktemp("pairs"), rows)
 
 
 def flags_of(data: Path, folder: Path) -> str:

@@ -40,6 +40,24 @@ def write_encoder(folder: Path) -> None:
     word_tokenizer(["good bad fair good bad fair"], 16).save_pretrained(folder)
 
 
+def write_bert(folder: Path, kind: str, texts: list[str], **options: Any) -> tuple[Any, Any]:
+    """Writes a small BERT with the head of a class of transformers, without dropout, and its tokenizer of the words in
+    these texts; returns them. `options`: of the config, with `vocab_size`."""
+    import torch
+    import transformers as hf
+
+    from accelerate_recipes.common.tasks.encoder import word_tokenizer
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model = getattr(hf, kind)(hf.BertConfig(**sizes, **no_dropout, **options))
+    tokenizer = word_tokenizer(texts, options["vocab_size"])
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model, tokenizer
+
+
 def write_encoder_decoder(folder: Path, kind: str) -> tuple[Any, Any]:
     """Writes a small encoder-decoder without dropout, and its tokenizer with an end token; returns them."""
     import torch
