@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.sets import Batch, NumberedStep
+from ..parallel.absent import Absent
 from ..parallel.strategies import strategies_of
 from ..step.engine import Engine, StepResult
 from ..step.guards import check_all_used
@@ -118,7 +119,12 @@ class Observer:
         layout = engine.plan.layout
         if layout.num_processes > 1 and any(strategy.needs_all_weights for strategy in strategies_of(layout)):
             names = ["loss"] if engine.batch_loss is None else list(values if share is None else share.gradients)
-            check_all_used(module, [values[name] for name in names], engine.accelerator.process_index)
+            here = [each for each in module.named_parameters() if not isinstance(each[1], Absent)]
+            check_all_used(
+                {name: weight for name, weight in here if weight.requires_grad},
+                [values[name] for name in names],
+                engine.accelerator.process_index,
+            )
         return values
 
 

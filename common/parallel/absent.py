@@ -21,6 +21,7 @@ class Absent(Tensor):
 
     origin: str
     numbers: Tensor
+    is_trained = False  # whether the weight that it stands for has requires_grad
     in_front = False  # whether a pass has not come to the layers of its stage: then it may write what is dropped
 
     @staticmethod
@@ -39,6 +40,7 @@ class Absent(Tensor):
         """The placeholder of a weight."""
         self: Any = cls(torch.empty((), dtype=dtype or weight.dtype, device=device).expand(weight.shape), name)
         self._is_param = True  # what `isinstance(weight, nn.Parameter)` asks
+        self.is_trained = weight.requires_grad
         return self
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -74,6 +76,20 @@ class Absent(Tensor):
     @grad.setter
     def grad(self, value: Any) -> None:
         pass
+
+    @property
+    def requires_grad(self) -> bool:
+        """That of the weight: a penalty may leave out frozen ones."""
+        return self.is_trained
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> "Absent":
+        if requires_grad != self.is_trained:
+            raise self.refusal(f"changes requires_grad of {self.origin} after fit began")
+        return self
 
     def refusal(self, what: str) -> UsageError:
         """For a pass that does this."""

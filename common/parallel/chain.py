@@ -25,7 +25,7 @@ from ..step.setup import Setup
 from ..weights.on_disk import origin_of
 from .absent import FALLBACK
 from .schedules import SCHEDULES
-from .stages import Cut, Stage, all_names, draws, entry_of, hidden_states, leave_before_layers
+from .stages import Cut, Stage, draws, entry_of, hidden_states, leave_before_layers
 
 NOISE = 0.02  # beside the weights in the rehearsal
 
@@ -45,9 +45,9 @@ def cut_of(setup: Setup) -> Cut:
         with _alone(setup) as forward:
             stage = Stage(model, cut, index, device)
             stage.run = forward
+            stage.name_all()
             try:
-                with all_names([stage]):
-                    found = tree_leaves(_detached(stage(ends[index - 1] if index else torch.empty(0))))
+                found = tree_leaves(_detached(stage(ends[index - 1] if index else torch.empty(0))))
                 fits, why = all(is_same(*pair) for pair in zip(found, tree_leaves(expected), strict=True)), ""
             except Exception as error:  # what a layer of another stage does not give
                 fits, why = False, f" ({line_of(error)})"

@@ -26,7 +26,7 @@ from .chain import cut_of
 from .grid import Part
 from .schedules import SCHEDULES, Shape, cost, make_steps
 from .sharding import gathers_again
-from .stages import Cut, Stage, all_names, copied, entry_of, in_one_stage, leave_before_layers
+from .stages import Cut, Stage, copied, entry_of, in_one_stage, leave_before_layers, num_hooks
 from .strategy import Division, Strategy
 
 
@@ -155,6 +155,7 @@ class PipelineEngine(Engine):
         self._never_used = set[str]()
         self._with_gradients: list[bool] = []  # of the weights here, those that get one
         self._metric_names: list[str] | None = None  # from the first step on
+        self._num_hooks = num_hooks(self._copies)
 
     def _divide(self, setup: Setup, division: Division) -> dict[int, Stage]:
         """The stages of this process. The optimizer gets their weights."""
@@ -162,7 +163,8 @@ class PipelineEngine(Engine):
         own = [stage for stage, process in self._process_of.items() if process == self.process]
         gathered = torch.bfloat16 if setup.plan.layout.dp_shard > 1 and setup.plan.layout.precision == "bf16" else None
         self._entry = entry_of(model, self._cut.chain, self.device, gathered)
-        models = [model, *(copied(model) for _ in own[1:])]
+        layers = [*map(model.get_submodule, self._cut.chain)]
+        models = [model, *(copied(model, layers) for _ in own[1:])]
         stages = {index: Stage(part, self._cut, index, self.device) for index, part in zip(own, models)}
         kept = {weight for stage in stages.values() for weight in stage.parameters()}
         for name, weight in whole_model:  # the recipe may hold it
@@ -180,11 +182,26 @@ class PipelineEngine(Engine):
         division.apply(Part(self._entry, self._entry), weights=False)
         for part in (*(stage.model for stage in stages.values()), self._entry):  # adds mixed precision alone
             setup.accelerator.prepare_model(part, device_placement=False, evaluation_mode=True)
+        for stage in stages.values():
+            stage.name_all()
         return stages
 
     @property
     def module(self) -> nn.Module:
         return next(iter(self.stages.values())).model
+
+    @property
+    def _copies(self) -> list[nn.Module]:
+        """The models that a pass here may be called with."""
+        return [*(stage.model for stage in self.stages.values()), self._entry]
+
+    def _refuse_new_hooks(self) -> None:
+        if num_hooks(self._copies) != self._num_hooks:
+            raise UsageError(
+                "a hook was registered on a module of the model, or removed, after fit began: a pipeline runs copies "
+                "of the model, and not all of them got it",
+                f"register hooks before fit, or use {FALLBACK}",
+            )
 
     def saved_tensors(self) -> dict[str, Tensor]:
         parts = [checkpoint_tensors(stage.model) for stage in self.stages.values()]
@@ -194,8 +211,7 @@ class PipelineEngine(Engine):
         return chain.from_iterable(stage.model.named_modules() for stage in self.stages.values())
 
     def step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
-        with all_names(self.stages.values()):
-            result = super().step(number, micro_batches, wants_norm)
+        result = super().step(number, micro_batches, wants_norm)
         return result if self._is_last else replace(result, weight=0.0)
 
     def _backward(
@@ -222,6 +238,7 @@ class PipelineEngine(Engine):
                 sum_over_replicas(index == len(micro_batches) - 1)
 
         self._take_passes(shapes, before)
+        self._refuse_new_hooks()
         refuse_absent([weight.grad for weight in self._updated_tensors()], "a gradient")
         self._sum_over_replicas()
         self._sum_over_stages()
@@ -241,7 +258,7 @@ class PipelineEngine(Engine):
             if stage := self.stages.get(index):
                 stage.shape, stage.run = shape, lambda model: self.forward_step(model, batch, number)
                 # Each stage draws the same.
-                with all_names(self.stages.values()), restore_generators(self.device):
+                with restore_generators(self.device):
                     hidden = result = stage(hidden)
             if (receiver := self._process_of.get(index + 1, process)) != process:
                 if self.process == process:
@@ -249,6 +266,7 @@ class PipelineEngine(Engine):
                 elif self.process == receiver:
                     hidden = torch.empty(shape[0], dtype=shape[1], device=self.device)
                     dist.recv(hidden, group_src=process, group=self.group)
+        self._refuse_new_hooks()
         return result if self._is_last else {}
 
     @torch.no_grad()

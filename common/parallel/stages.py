@@ -2,8 +2,8 @@
 before it sent, and the pass is left before the first layer of the next stage."""
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from ..errors import UsageError
 from ..seeds import generator_states
 from .absent import FALLBACK, Absent, in_front, refuse_absent
 
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs")
+OURS = __name__.partition(".")[0]
 
 Run = Callable[[nn.Module], Any]  # a pass of forward_step, with a model
 
@@ -141,15 +141,16 @@ class Stage(nn.Module):
                 nothing = partial(_nothing, name)
                 forward = _leave if number >= stop else self._give if number == start - 1 else nothing
                 _make_absent(name, layer, forward, cut, here, device)
-        # (The weights of a module, a name, what stands there.) The model sees these in the block of `all_names` alone.
-        self.absent: list[tuple[dict[str, Any], str, Absent]] = []
+        self._absent: list[
+            tuple[dict[str, Any], str, Absent]
+        ] = []  # the weights of a module, a name, what stands there
         for name in (name for name, stages in cut.stages_of.items() if index not in stages):
             owner, _, key = name.rpartition(".")
             module = model.get_submodule(owner)
             if key in module._buffers:  # it stays, but is not saved
                 module._non_persistent_buffers_set.add(key)
             elif (weight := module._parameters.pop(key, None)) is not None:  # not of a module with two names
-                self.absent.append((module._parameters, key, Absent.weight(weight, name, device)))
+                self._absent.append((module._parameters, key, Absent.weight(weight, name, device)))
                 module._of_another_stage = not any(True for _ in module.parameters())  # type: ignore[assignment]
 
     def forward(self, received: Tensor) -> Any:
@@ -158,7 +159,7 @@ class Stage(nn.Module):
         needs more."""
         self._received, self._num_given, self._has_gradients = received, 0, torch.is_grad_enabled()
         with in_front(bool(self._before)):
-            values = self.run(self.model) if self.is_last else leave_before_layers(self.run, self.model)
+            values = self._all_of_it() if self.is_last else leave_before_layers(self.run, self.model)
         if self._before and self._num_given != 1:
             raise _other_path(f"calls {self._before} {self._num_given} times")
         refuse_absent(values, "its values" if self.is_last else "the hidden states of the next stage")
@@ -167,6 +168,21 @@ class Stage(nn.Module):
         shape, dtype = self.shape
         assert values.shape == shape, "each layer of the chain keeps the shape"
         return values.to(dtype).contiguous()
+
+    def _all_of_it(self) -> Any:
+        try:
+            return self.run(self.model)
+        except _Left:
+            raise _other_path("calls a layer of another stage by itself") from None
+
+    def name_all(self) -> None:
+        """Puts placeholders in the model where weights of other stages were, once its own weights are divided."""
+        for weights, key, placeholder in self._absent:
+            weights[key] = placeholder
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """The weights of this stage, for which the schedules of torch look in the graph."""
+        return (weight for weight in super().parameters(recurse) if not isinstance(weight, Absent))
 
     def _before_draws(self, *args: Any) -> None:
         self._states = generator_states(self._device)
@@ -182,20 +198,6 @@ class Stage(nn.Module):
         if torch.is_grad_enabled() != self._has_gradients:
             raise _other_path(f"calls {self._before} without a gradient")
         return self._received.clone()  # a layer may change it in place, which torch refuses of what it differentiates
-
-
-@contextmanager
-def all_names(stages: Collection[Stage]) -> Iterator[None]:
-    """Lets the models of these stages have all their weights in the `with` block; those of other stages have no
-    values."""
-    absent = [each for stage in stages for each in stage.absent]
-    for weights, key, value in absent:
-        weights[key] = value
-    try:
-        yield
-    finally:
-        for weights, key, _ in absent:
-            weights.pop(key, None)
 
 
 def draws(name: str) -> UsageError:
@@ -238,11 +240,17 @@ def entry_of(
                 name = f"{path}.{key}".lstrip(".")
                 module._parameters[key] = Absent.weight(weight, name, device, dtype)
 
-    def leave(layer: nn.Module, args: Any, named: Any) -> None:
-        _leave(*args, **named)
-
-    entry.get_submodule(next(iter(chain))).register_forward_pre_hook(leave, prepend=True, with_kwargs=True)
+    entry.get_submodule(next(iter(chain)))._call_impl = _leave  # type: ignore[method-assign]
     return entry
+
+
+def num_hooks(models: Iterable[nn.Module]) -> int:
+    """How many hooks of forward passes the recipe has registered on these models, or on all modules."""
+    modules = {module for model in models for module in model.modules()}
+    kinds = [getattr(module, kind) for module in modules for kind in ("_forward_pre_hooks", "_forward_hooks")]
+    kinds += [nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks]
+    functions = [getattr(hook, "func", hook) for kind in kinds for hook in kind.values()]
+    return sum(not str(function.__module__).startswith(OURS) for function in functions)
 
 
 def is_absent(module: nn.Module) -> bool:
@@ -269,17 +277,19 @@ def _make_absent(
         keys += [key for key, value in vars(module).items() if type(value) is float]
         for key in keys if module not in here else ():
             vars(module)[key] = Absent(torch.empty((), device=device), f"{prefix}.{key}")
-    for hooks in HOOKS:
-        getattr(layer, hooks).clear()
     if hasattr(layer, "gradient_checkpointing"):  # of transformers: there is nothing to compute again
         layer.gradient_checkpointing = False  # type: ignore[assignment]
-    layer.forward = lambda *args, **named: (  # in the form in which the layer returned them
+    layer._compiled_call_impl = None
+    # Not `forward`, around which hooks are called. In the form in which the layer returned them:
+    layer._call_impl = lambda *args, **named: (  # type: ignore[method-assign]
         (forward(*args, **named), *[None] * (num_outputs - 1)) if num_outputs else forward(*args, **named)
     )
 
 
-def copied(model: nn.Module) -> nn.Module:
-    """A copy of a model, with the same weights, and buffers of its own: each stage changes those that it holds."""
+def copied(model: nn.Module, layers: Iterable[nn.Module] = ()) -> nn.Module:
+    """A copy of a model, with the same weights, and buffers of its own: each stage changes those that it holds. Only
+    one stage runs each of the `layers`: those keep their buffers."""
     # Nor other tensors: a hook computes some anew in each pass, as the old weight norm does, which deepcopy refuses.
     others = [each for module in model.modules() for each in vars(module).values() if isinstance(each, Tensor)]
+    others += [buffer for layer in layers for buffer in layer.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *others)})

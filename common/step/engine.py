@@ -87,7 +87,7 @@ class Engine:
             choose_fused_kernels(setup.accelerator, setup.optimizer)
         self.setup, self.accelerator, self.plan = setup, setup.accelerator, setup.plan
         self.model, self.optimizer = model, optimizer
-        forward_step, self.batch_loss = setup.check_functions()
+        forward_step, self.batch_loss = setup.check_functions(model)
         self.forward_step = forward_step if setup.watched is None else setup.watched(forward_step)
         self.shares: list[Share] = []
         self.after_backward: list[Callable[[], None]] = []

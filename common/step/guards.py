@@ -63,14 +63,15 @@ def knows_what_is_trained(model: nn.Module, values_of: NumberedStep) -> Numbered
     first = trained()
 
     def same_weights(model: Any, batch: Batch, number: int) -> dict[str, Tensor]:
-        values = values_of(model, batch, number)
-        if torch.is_grad_enabled() and trained() != first:
-            raise UsageError(
-                f"the weights with requires_grad differ from those at the start in step {number + 1}, and the "
-                "processes would not exchange the gradients of new ones: set requires_grad before fit, and train each "
-                "phase in its own run, or use --config_file accelerate_configs/single.yaml"
-            )
-        return values
+        try:
+            return values_of(model, batch, number)
+        finally:  # a stage of a pipeline leaves the pass by an exception
+            if torch.is_grad_enabled() and trained() != first:
+                raise UsageError(
+                    f"the weights with requires_grad differ from those at the start in step {number + 1}, and the "
+                    "processes would not exchange the gradients of new ones: set requires_grad before fit, and train "
+                    "each phase in its own run, or use --config_file accelerate_configs/single.yaml"
+                )
 
     return same_weights
 
@@ -85,12 +86,12 @@ def check_no_weights(loss: Tensor, values: Iterable[Tensor]) -> None:
         )
 
 
-def check_all_used(model: nn.Module, values: Sequence[Tensor], rank: int) -> None:
-    """Raises UsageError for a weight that none of these values of a forward pass depends on. A single process leaves
+def check_all_used(trained: Mapping[str, Tensor], values: Sequence[Tensor], rank: int) -> None:
+    """Raises UsageError for a trained weight that none of these values of a forward pass depends on. One process leaves
     such a weight unchanged; DDP and FSDP wait for its gradient, and ZeRO applies weight decay to it."""
     graph = _graph_of(values)
     used, hides = _leaves(graph), any("CheckpointFunction" in node.name() for node in graph)
-    weights = {weight: name for name, weight in model.named_parameters() if weight.requires_grad}
+    weights = {weight: name for name, weight in trained.items()}
     if hides or len(used) >= len(weights):  # FSDP computes with gathered copies, which have no names
         return
     unused = [name for weight, name in weights.items() if weight not in used]

@@ -76,12 +76,12 @@ class Setup:
         with restore_generators(CPU):
             return fetch(self.train_set, ids[:size].tolist(), self.plan.config.seed, epoch)
 
-    def check_functions(self) -> tuple[NumberedStep, BatchLoss | None]:
-        """(forward_step, batch_loss), which raise UsageError for wrong results."""
+    def check_functions(self, model: nn.Module) -> tuple[NumberedStep, BatchLoss | None]:
+        """(forward_step, batch_loss) for this model, as it is wrapped, which raise UsageError for wrong results."""
         size, keeps = self.plan.micro_batch_size, "examples" in self.options or self.plan.config.save_predictions
         forward_step = check_values(self.forward_step, size, self.batch_loss is not None, keeps)
         if self.plan.layout.num_processes > 1:
-            forward_step = knows_what_is_trained(self.model, forward_step)
+            forward_step = knows_what_is_trained(model, forward_step)
         if self.batch_loss is None:
             return forward_step, None
         return forward_step, BatchLoss(self.batch_loss, self.plan, self.accelerator.device)

@@ -14,6 +14,7 @@ from accelerate_recipes import RunConfig, fit, flag, run, start
 from accelerate_recipes.common.data import Batch
 
 BEGIN, NOW = 3, {"step": 0}
+HANDLES: list[Any] = []  # of what a forward_step did once
 
 
 def is_late() -> bool:
@@ -66,6 +67,10 @@ class LateNet(nn.Module):
 
 def forward_step(model: Any, batch: Batch, step: int, whole: nn.Module, captured: list[Tensor]) -> dict[str, Tensor]:
     NOW["step"], what = step, whole.what if step >= BEGIN else ""
+    if what == "new_hook" and not HANDLES:
+        HANDLES.append(model.blocks[2].register_forward_hook(lambda module, args, output: 0.9 * output))
+    if what == "frozen" and not HANDLES:
+        HANDLES.append(model.blocks[2].requires_grad_(False))
     output, more = model(batch["x"]), torch.zeros(())
     if what == "second_view":
         output = output - model(-batch["x"])
@@ -74,6 +79,10 @@ def forward_step(model: Any, batch: Batch, step: int, whole: nn.Module, captured
             more = model(-batch["x"]).abs()
     if what == "penalty":
         more = 1e-2 * sum(weight.pow(2).sum() for weight in whole.parameters())
+    if what == "penalty_of_trained":
+        more = 1e-2 * sum(weight.pow(2).sum() for weight in model.parameters() if weight.requires_grad)
+    if what == "one_layer":
+        more = whole.blocks[2](batch["x"], "").mean(1)
     if what == "captured":
         more = 1e-2 * sum(weight.pow(2).sum() for weight in captured)
     if what == "factor":  # of the gradient of a process, which its loss does not show
