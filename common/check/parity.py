@@ -174,7 +174,9 @@ class ParityCheck:
             raise
         except Exception as error:
             in_package = not is_own(traceback.extract_tb(error.__traceback__)[-1].filename)
-            of_torch = isinstance(error, RuntimeError) or (isinstance(error, AttributeError) and in_package)
+            of_torch = isinstance(error, RuntimeError) or (
+                in_package and isinstance(error, (AttributeError, AssertionError))
+            )
             # Else a mistake in the recipe, whose traceback says more.
             may_be_ours = is_checked or (self.group.size > 1 and of_torch)
             if not self.numbers or self._error is not None or needs_no_traceback(error) or not may_be_ours:
@@ -214,6 +216,7 @@ class ParityCheck:
         with self._time():
             self._compare(number, own, gradients)
         if number == self.numbers[-1]:
+            engine.replicas.compare_buffers(self.group)
             self.facts["check_seconds"] = round(self._seconds, 3)
             if self._seconds > 1:
                 steps = f"{len(self.numbers)} step{'s' * (len(self.numbers) > 1)}"

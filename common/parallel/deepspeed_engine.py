@@ -1,7 +1,7 @@
 """Steps through DeepSpeed's engine, and saving and loading of its state."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeGuard
@@ -9,16 +9,35 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from ..data.sets import Batch
 from ..errors import UsageError
-from ..seeds import UPDATE, seed_forward
 from ..step.engine import Engine, StepResult
 from ..step.optimizer_state import as_tensor, counts_on_device, optimizer_slots
 from ..step.setup import Setup
 from ..weights.shards import Shard, TensorReader
 
 AVERAGE = "average"  # a slot of the optimizer state, so that DeepSpeed gathers and divides the moving averages
+
+
+class _NotByElement(TorchFunctionMode):
+    """Notes the names of functions that make anything but tensors of the same size from a shard. One tensor holds parts
+    of several weights there, and none whole."""
+
+    def __init__(self, sizes: Collection[int]):
+        super().__init__()
+        self._sizes, self.names = sizes, set[str]()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        given, made = next(iter(_listed(args)), None), _listed(result)
+        size = given.numel() if isinstance(given, Tensor) else 0
+        is_by_element = all(each.numel() == size if isinstance(each, Tensor) else each is None for each in made)
+        if size in self._sizes and not is_by_element and not isinstance(result, bool):
+            self.names.add(getattr(function, "__name__", str(function)))
+        return result
 
 
 class DeepSpeedEngine(Engine):
@@ -30,7 +49,10 @@ class DeepSpeedEngine(Engine):
     def __init__(self, setup: Setup, model: Any, optimizer: Any):
         super().__init__(setup, model, optimizer)
         self.rounds_weights = self.plan.layout.precision != "float32"  # in bf16, from the start
-        self._looks = False  # at the gradients of this step
+        self._looks = False  # at the gradients of this step, and at what the optimizer computes
+        self._not_by_element: set[str] | None = None  # functions in the optimizer's first step
+        self._unwatched_step = self._own_optimizer.step
+        self._own_optimizer.step = self._watched_step  # type: ignore[method-assign]
         self._order, self._first_order = 0, None  # checksums of the order in which gradients arrive
         trained = [weight for weight in self.module.parameters() if weight.requires_grad]
         for number, weight in enumerate(trained):
@@ -78,9 +100,24 @@ class DeepSpeedEngine(Engine):
         self._check_order()
 
     def _update(self, number: int, wants_norm: bool) -> tuple[Tensor | float | None, bool]:
-        seed_forward(self.plan.config.seed, number, UPDATE, self.accelerator.device)
-        self.model.step()  # clips, and skips a step whose gradient is not finite
+        with self._draws_for_all_weights(number):
+            self.model.step()  # clips, and skips a step whose gradient is not finite
         return self.model.get_global_grad_norm() if self.model.was_step_applied() else torch.inf, False
+
+    def _watched_step(self, *args: Any, **named: Any) -> Any:
+        """The step of the optimizer, with its hooks. Raises UsageError if it begins to compute with a shard what only a
+        whole weight has, as a norm."""
+        if not self._looks:
+            return self._unwatched_step(*args, **named)
+        with _NotByElement({flat.numel() for flat in self._updated_tensors()}) as found:
+            result = self._unwatched_step(*args, **named)
+        self._not_by_element = found.names if self._not_by_element is None else self._not_by_element
+        for name in sorted(found.names - self._not_by_element):
+            raise UsageError(
+                f"the optimizer, or a hook of its step, begins to call {name} with what {self.plan.layout} gives it: a "
+                "part of several weights in one tensor; use --config_file accelerate_configs/ddp.yaml"
+            )
+        return result
 
     def _check_order(self) -> None:
         """Raises UsageError if the gradients arrived in another order than those of the first pass of process 0. ZeRO
@@ -175,6 +212,10 @@ class DeepSpeedEngine(Engine):
         # DeepSpeed keeps no float32 copy of frozen weights.
         with deepspeed.zero.GatheredParameters([tensor]):
             return tensor.detach().float().clone()
+
+
+def _listed(value: Any) -> list[Any]:
+    return tree_leaves(value) if isinstance(value, list | tuple) else [value]
 
 
 def _is_trained(tensor: Tensor) -> TypeGuard[nn.Parameter]:

@@ -67,10 +67,7 @@ class RunningSums:
             agreed = engine.replicas.agreed
             earlier = [path for number, path in checkpoints(engine.plan.config.output_dir) if number <= agreed]
             advice = f"; use --resume_from_checkpoint {earlier[-1]} to continue from there" if earlier else ""
-            raise DriftError(
-                f"after step {step} {difference}; they agreed after step {agreed}. Likely cause: a weight unfrozen "
-                f"late, a change of weights in one process, a gradient outside forward_step, or bad memory{advice}"
-            )
+            raise DriftError(f"after step {step} {difference}{advice}")
         # The processes that count a sample: of a pipeline, the last stage.
         copies = layout.model_parallel_size // layout.pp
         return {name: total / copies + self.earlier.get(name, 0.0) for name, total in zip(names, totals)}

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..data.sets import Batch
+from ..errors import UsageError
 from ..norms import clip
-from ..seeds import UPDATE, seed_forward
+from ..seeds import UPDATE, generator_states, seed_forward
 from ..weights.shards import (
     Shard,
     TensorReader,
@@ -155,15 +156,30 @@ class Engine:
                 clip(gradients, grad_norm, config.max_grad_norm)
         if wants_norm:
             self.trained.look()
-        seed_forward(config.seed, number, UPDATE, self.accelerator.device)  # for an optimizer that draws
         follow_split_groups(self._own_optimizer)
-        if scaler is None:  # Accelerate's wrapper only adds time to a step
-            step_if_finite(self._own_optimizer, grad_norm)
-        else:
-            self.optimizer.step()
+        with self._draws_for_all_weights(number):
+            if scaler is None:  # Accelerate's wrapper only adds time to a step
+                step_if_finite(self._own_optimizer, grad_norm)
+            else:
+                self.optimizer.step()
         for each in weights:  # as zero_grad, in a fifth of the time
             each.grad = None
         return grad_norm, scaler is not None and getattr(self.optimizer, "step_was_skipped", False)
+
+    @contextmanager
+    def _draws_for_all_weights(self, number: int) -> Iterator[None]:
+        """Seeds an optimizer that draws. Raises UsageError if it draws, and this process has a part of the weights: it
+        draws other numbers for them than one process."""
+        layout, device = self.plan.layout, self.accelerator.device
+        seed_forward(self.plan.config.seed, number, UPDATE, device)
+        divides = layout.dp_shard * layout.tp * layout.pp * layout.ep > 1 or layout.environment.uses("deepspeed")
+        before = generator_states(device) if divides else None
+        yield
+        if before is not None and generator_states(device) != before:
+            raise UsageError(
+                f"the optimizer, or a hook of its step, draws random numbers in step {number + 1}, and {layout} "
+                "divides the weights: use --config_file accelerate_configs/ddp.yaml"
+            )
 
     def _norm(self) -> Tensor:
         """The norm of the gradient of the whole model, 0-dim, the same in all processes."""

@@ -16,6 +16,11 @@ EXACT = (1 << 52) - 1  # a float64 holds each whole number up to this one
 MOST = 6  # sets of processes that share weights: all, those of a stage, of the same shard, of the same experts, ...
 # Processors of other kinds round differently: so far apart, relative to its norm, processes may hold a weight.
 ROUNDING = 1e-5
+CAUSES = {  # by whether a buffer differs
+    False: "a weight unfrozen late, a change of weights in one process, a gradient outside forward_step, or bad memory",
+    True: "the model begins to change this buffer, and each process has other samples; register it before fit with "
+    "values that do not depend on samples, or use --config_file accelerate_configs/single.yaml",
+}
 ShardKey = tuple[str, tuple[int, ...]]  # (name of a weight, offsets of a shard)
 
 
@@ -23,7 +28,7 @@ class Replicas:
     """Compares the bits of what several processes hold of the same weights.
 
     Each process adds up the bits of the shards that it shares with the same other processes. The sums travel with those
-    of a training record. Buffers may differ between processes, and are not compared.
+    of a training record. Buffers that differ after the checked steps, as those of BatchNorm, may differ.
 
     Args:
         setup: of the run.
@@ -37,11 +42,21 @@ class Replicas:
     def __init__(self, setup: Setup, tensors: Callable[[], dict[str, Tensor]], holders: Callable[[str], Sequence[int]]):
         self._accelerator, self._plan, self._tensors, self._holders = setup.accelerator, setup.plan, tensors, holders
         self.agreed, self._compares = 0, self._plan.layout.num_processes > 1
+        self._buffers: frozenset[str] = frozenset()  # that are compared
+
+    def compare_buffers(self, group: CpuGroup) -> None:
+        """From now on, compares the buffers that are equal in all processes now. A collective."""
+        own = {
+            name: int(sum_of_bits(each)) for name, each in self._tensors().items() if not isinstance(each, nn.Parameter)
+        }
+        found = group.all_gather(own)
+        self._buffers = frozenset(name for name in own if len({each[name] for each in found if name in each}) == 1)
+        vars(self).pop("shared", None)
 
     def bits(self) -> dict[str, Tensor]:
         """{name of a weight: the sum of the bits of what this process holds of it}, of those that are trained or that
         other processes hold, too. ZeRO-3 keeps that beside the weight."""
-        weights = {name: each for name, each in self._tensors().items() if isinstance(each, nn.Parameter)}
+        weights = {name: each for name, each in self._tensors().items() if self._is_compared(name, each)}
         held = {name: each if each.numel() else getattr(each, "ds_tensor", each) for name, each in weights.items()}
         several = self._plan.layout.num_processes > 1
         asked = {name: part for name, part in held.items() if several or weights[name].requires_grad}
@@ -76,12 +91,15 @@ class Replicas:
         self.agreed = step
         return None
 
+    def _is_compared(self, name: str, tensor: Tensor) -> bool:
+        return isinstance(tensor, nn.Parameter) or name in self._buffers
+
     @cached_property
     def shared(self) -> dict[Sequence[int], list[ShardKey]]:
         """{ranks of the processes that hold them: shards of weights, of which this process is not the only holder}"""
         found: dict[Sequence[int], list[ShardKey]] = {}
         for name, tensor in self._tensors().items():
-            if isinstance(tensor, nn.Parameter):
+            if self._is_compared(name, tensor):
                 for shard in shards_of(name, tensor, self._holders(name)):
                     if len(shard.writers) > 1 and shard.sizes == local(tensor).shape:
                         found.setdefault(shard.writers, []).append((name, shard.offsets))
@@ -99,7 +117,10 @@ class Replicas:
                 values = group.all_gather(held)
                 size = relative_distance(values[other], values[first])
                 if not size <= ROUNDING:
-                    return f"process {other} holds a different {key[0]} than process {first}, by {size:.1e} of its size"
+                    return (
+                        f"process {other} holds a different {key[0]} than process {first}, by {size:.1e} of its size; "
+                        f"they agreed after step {self.agreed}. Likely cause: {CAUSES[key[0] in self._buffers]}"
+                    )
         self._compares = False
         self._accelerator.print(
             "the processes round differently, as processors of several kinds do: their weights are no longer compared"

@@ -19,6 +19,7 @@ GIVEN_BACK = (
 ALL = ",".join(GIVEN_BACK)  # one that is not given back changes the losses
 OTHER, SEVERAL = "beside the hidden states: another stage of the pipeline has that", "times, where the pipeline was cut"
 PIPELINES = ("pipeline_parallel", "interleaved", "zbv")
+DIVIDING = ("fsdp2", "deepspeed_zero2", "deepspeed_zero3", "tensor_parallel")
 STATES: dict[tuple[str, str], str | None] = {  # None: the result of one process; else a part of the line
     **{(f"{where}{late}", "ddp"): None for where, late in product((*GIVEN_BACK, ALL), ("", " --late"))},
     ("file", "ddp"): "when one process repeats the first step from the same state,",
@@ -51,6 +52,12 @@ BEGINS: dict[tuple[str, str], str | None] = {
     **{("frozen", config): "changes requires_grad of blocks.2." for config in PIPELINES},
     ("frozen", "tensor_parallel"): "the weights with requires_grad differ from those at the start in step 4",
     ("one_layer", "interleaved"): "calls a layer of another stage by itself",
+    ("noise_in_step", "ddp"): None,
+    **{("noise_in_step", config): "draws random numbers in step 4, and " for config in (*DIVIDING, "zbv")},
+    ("norm_in_step", "ddp"): None,
+    ("norm_in_step", "interleaved"): None,
+    ("norm_in_step", "deepspeed_zero2"): "begins to call norm with what DeepSpeed ZeRO-2 gives it",
+    ("norm_in_step", "fsdp2"): "of a tensor of which this process has a share: use .full_tensor() before",
     ("number", "pipeline_parallel"): "branches on blocks.0.up.weight",
     ("norm_in_a_hook", "pipeline_parallel"): OTHER,
     ("clipping", "pipeline_parallel"): "into another tensor: another stage of the pipeline has that",
@@ -99,6 +106,15 @@ def test_what_begins_late_has_one_result_or_ends_the_run(
 ) -> None:
     arguments = f"--hang_timeout 60 --what {what}"
     check(run_of(tmp_path / "run", LATE, arguments, config), reference(LATE, arguments), BEGINS[what, config])
+
+
+@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
+def test_a_buffer_that_begins_to_depend_on_samples_ends_the_run(tmp_path: Path, config: str) -> None:
+    run = run_of(tmp_path / "run", LATE, "--what mean_of_samples", config)
+    assert (
+        run.exit_code == 3 and "after step 4 process 1 holds a different blocks.0.active than process 0" in run.stderr
+    )
+    assert "they agreed after step 3. Likely cause: the model begins to change this buffer" in run.stderr
 
 
 def test_a_line_names_a_file_that_the_check_has_written(tmp_path: Path) -> None:

@@ -36,6 +36,8 @@ class Block(nn.Module):
             wide = wide * (2 / wide.norm(dim=-1, keepdim=True)).clamp(max=1)
         if what == "units" and self.training:  # from the first step on
             self.active += (wide.detach() > 0).sum()
+        if what == "mean_of_samples" and self.training and is_late():
+            self.active.copy_(wide.detach().mean())
         self.activity = wide.pow(2).mean(-1)
         if is_late():
             self.size = hidden.pow(2).mean(-1)
@@ -103,6 +105,12 @@ def clip(optimizer: Any, *others: Any, model: nn.Module) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
 
+def shrink(optimizer: Any, *others: Any, what: str) -> None:
+    """Changes gradients by their norms, or by random numbers."""
+    for weight in (weight for group in optimizer.param_groups for weight in group["params"] if is_late()):
+        weight.grad.mul_(0.1 / float(weight.grad.norm()) if what == "norm_in_step" else torch.rand_like(weight.grad))
+
+
 @dataclass(kw_only=True)
 class Config(RunConfig):
     what: str = flag("nothing", "what begins")
@@ -121,6 +129,8 @@ def main(config: Config) -> None:
         model.register_forward_hook(partial(hook, model=model))
     if config.what == "clipping":
         optimizer.register_step_pre_hook(partial(clip, model=model))
+    if config.what in ("norm_in_step", "noise_in_step"):
+        optimizer.register_step_pre_hook(partial(shrink, what=config.what))
     values = partial(forward_step, whole=model, captured=[*model.parameters()])
     fit(accelerator, model, optimizer, values, Samples(32, 1), Samples(11, 2), config)
 
