@@ -1,4 +1,4 @@
-"""Shards: the range of a tensor that a process holds, and how to read it back."""
+"""Shards: the range of a tensor that a process has, and how to read it back."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
