@@ -188,9 +188,12 @@ def page(results: dict[str, dict[str, dict[str, Any]]]) -> str:
     verdicts = [row[-1] for row in rows if row[0] != "single" and not row[-1].startswith("not supported")]
     agree = sum(not verdict.startswith("DIFFERS") for verdict in verdicts)
     lines = [INTRODUCTION.format(agree=agree, count=len(verdicts))]
+    machines = {machine for found in results.values() for machine in _dates(found)}
+    lines += ["", f"All ran on {machines.copy().pop()}."] if len(machines) == 1 else []
     for name, found in results.items():
         case = CASES[name]
-        lines += ["", f"## {case.title}: {Path(case.recipe).name}", "", _places(found), ""]
+        places = [", ".join(days) + f": {machine}" * (len(machines) > 1) for machine, days in _dates(found).items()]
+        lines += ["", f"## {case.title}: {Path(case.recipe).name}", "", "; ".join(places), ""]
         lines.append(f"| {' | '.join((*COLUMNS[:RATE], 'result', 'command', 'step', 'check', 'memory'))} |")
         lines.append(f"| --- |{' ---: |' * (RATE - 1)} --- |{' ---: |' * 4}")
         for cell in found.values():
@@ -202,13 +205,13 @@ def page(results: dict[str, dict[str, dict[str, Any]]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _places(found: dict[str, dict[str, Any]]) -> str:
-    """Where the runs of a case took place: the dates of each machine."""
+def _dates(found: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
+    """{machine and versions: the days of the runs of a case there}"""
     dates: dict[str, set[str]] = {}
     for cell in found.values():
         date, _, machine = cell["where"].partition(", ")
         dates.setdefault(machine, set()).add(date)
-    return "; ".join(f"{machine}: {', '.join(sorted(days))}" for machine, days in dates.items())
+    return {machine: sorted(days) for machine, days in dates.items()}
 
 
 def _seconds(value: float | None) -> str:
