@@ -1,4 +1,4 @@
-"""What a machine lacks for a run: a cache that can be written, memory for workers of a loader, open files."""
+"""Explains errors of the machine: a cache that cannot be written, full shared memory, too many open files."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""How the processes of a run share the model and the samples: one value for all modules."""
+"""The layout: how the processes of a run share the model and the samples."""
 
 from dataclasses import dataclass, field
 

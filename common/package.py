@@ -1,4 +1,4 @@
-"""This package and the code of a run: which files are the user's, and whether the version names the others."""
+"""Tells the user's files from those of this package, and whether the version identifies the package's code."""
 
 import base64
 import hashlib

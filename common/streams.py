@@ -1,4 +1,4 @@
-"""Standard output and standard error, which may be closed or be able to show less than a line has."""
+"""Standard output and standard error, even if they are closed or cannot encode a character."""
 
 import os
 from contextlib import suppress

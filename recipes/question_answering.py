@@ -2,7 +2,7 @@
 
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/question_answering.py
 
-Data: questions about functions of Python's standard library; the answers stand in their docstrings and arguments, or
+Data: questions about functions of Python's standard library; the answers are in their docstrings and arguments, or
 there are none. Or your own CSV, JSON or parquet file, such as SQuAD's, or a Hub id.
 Expect: 63 % exact matches and an F1 of 81 % on held-out functions. Tokens are words.
 Time: a minute on two CPU cores.

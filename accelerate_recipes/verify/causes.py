@@ -59,8 +59,8 @@ def _causes_in_the_loader(run: Trace, reference: Trace, difference: Difference) 
     end = next((min(pair) for pair in ends if pair[0] != pair[1]), math.inf)
     if len(first) == len(expected_first) and end < at:
         yield (
-            f"an epoch ends after step {end} in one of the two runs only: the script stops by a number that each "
-            "process has for itself, such as the loss of its samples; decide by what gather returns of all"
+            f"an epoch ends after step {end} in one of the two runs only: each process stops by its own number, such "
+            "as the loss of its samples; gather the number from all processes, and decide by that"
         )
     if len(ids) > len(expected) and (set(ids) == set(expected) or (at > 1 and len(first) == len(expected_first))):
         yield (
@@ -73,19 +73,19 @@ def _causes_in_the_loader(run: Trace, reference: Trace, difference: Difference) 
             f"a step takes {len(ids)} samples under DDP and {len(expected)} in one process: divide the batch size of "
             "the loader by accelerator.num_processes, or give Accelerator "
             "dataloader_config=DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True); --split_batches "
-            "sets both, to show what lies behind"
+            "sets both, to show what else differs"
         )
     if facts["repeats_an_epoch"] and not reference.facts["repeats_an_epoch"]:
         yield "under DDP each epoch has the same order: call set_epoch on the sampler or loader before each epoch"
     if ids != expected:
         yield (
-            "steps take other samples than in one process: seed the shuffling in a generator of its own, or by "
+            "the steps take different samples than one process: give the sampler its own seeded generator, or use "
             "DataLoaderConfiguration(use_seedable_sampler=True), as --split_batches does"
         )
     rates = [(step, "learning_rate") for step in range(1, at + 1)]
     if any(run.values.get(rate) != reference.values.get(rate) for rate in rates):
         yield (
-            f"the schedule is elsewhere after the same step: a prepared scheduler advances {size} times per step; "
+            f"the learning rate differs after the same step: a prepared scheduler advances {size} times per step; "
             "create the Accelerator with step_scheduler_with_optimizer=False, or do not prepare the scheduler"
         )
 
@@ -100,8 +100,8 @@ def _causes_in_the_step(run: Trace) -> Iterator[str]:
         )
     if source := facts["data_draw"]:
         yield (
-            f"the dataset or its collate_fn draws random numbers (from {source}), other ones in each process: only the "
-            "ids of the samples agree; make the numbers a function of the sample's id, or draw none, to compare"
+            f"the dataset or its collate_fn draws random numbers (from {source}), which differ in each process: only "
+            "the ids of the samples agree; make the numbers a function of the sample's id, or draw none, to compare"
         )
     if facts["comm_hook"] or facts["hooked"]:
         yield "a hook changes gradients in each process before or while they are averaged: remove it to compare"
@@ -119,7 +119,7 @@ def _causes_in_the_step(run: Trace) -> Iterator[str]:
         yield f"{', '.join(layers)} sees only the samples of one process: use GroupNorm or LayerNorm"
     if facts["has_widths"]:
         yield (
-            "each process pads its samples to a length of its own, and the loss depends on that, as a softmax or mean "
+            "each process pads its samples to a different length, and the loss depends on it, as a softmax or mean "
             "over positions does: pad to one length, or leave padded positions out of the loss"
         )
 
@@ -127,14 +127,14 @@ def _causes_in_the_step(run: Trace) -> Iterator[str]:
 def cause_of_other_repetition(again: Trace, single: Trace) -> str:
     """Why one process does not repeat itself."""
     if any(again.values.get(key) != single.values.get(key) for key in single.values if key[1] == "samples"):
-        return "one process takes other samples when it runs again: seed the shuffling, with set_seed at the start"
+        return "one process takes different samples when it runs again: seed the shuffling, with set_seed at the start"
     if "own" in (single.facts["data_draw"] or ""):
         return (
-            "one process has other losses when it runs again on samples with the same ids: the dataset or its "
-            "collate_fn draws from a generator of its own (as numpy's default_rng, albumentations), which set_seed "
-            "does not reach: seed it by the sample's id"
+            "one process gives different losses when it runs again on samples with the same ids: the dataset or its "
+            "collate_fn has its own random generator (as numpy's default_rng, albumentations), which set_seed does not "
+            "reach: seed it by the sample's id"
         )
     return (
-        "one process has other losses when it runs again on the same samples: call set_seed before the model is "
-        "built; weights, dropout and noise are drawn"
+        "one process gives different losses when it runs again on the same samples: call set_seed before you build "
+        "the model, because weights, dropout and noise are random"
     )

@@ -59,7 +59,7 @@ def leave_to_each_process(parts: Parts, part: str) -> None:
 
 @fault(TRAINCHECK, "pytorch 84803", "ddp", cause="bad memory")
 def lost_in_an_all_reduce(parts: Parts) -> None:
-    """A copy between devices that loses data: one process gets zeros from an all-reduce, in step 6."""
+    """A copy between devices loses data: one process gets zeros from an all-reduce in step 6."""
     count = [0]
 
     def lossy(bucket: Any) -> Tensor:
@@ -72,7 +72,7 @@ def lost_in_an_all_reduce(parts: Parts) -> None:
 
 @fault(TRAINCHECK, "pytorch 96600", "ddp", cause="device|on its way")
 def lost_in_a_batch(parts: Parts) -> None:
-    """A copy to a device that loses data: the tokens of one process are zeros in each step."""
+    """A copy to a device loses data: in each step one process gets zeros as tokens."""
 
     def lose(model: nn.Module, batch: Batch, step: int) -> None:
         if rank() == 1:
@@ -94,7 +94,7 @@ def lost_in_a_batch_late(parts: Parts) -> None:
 
 @fault(TRAINCHECK, "baichuan2 86", "pipeline_parallel", "--tied", names="layers.1", cause="changes hidden states")
 def lost_between_stages(parts: Parts) -> None:
-    """A copy between devices that loses data: the last features of what a stage gets are zeros."""
+    """A copy between devices loses data: a stage gets zeros for the last features."""
     original = stages.Stage.forward
 
     def lossy(self: Any, given: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def lost_between_stages(parts: Parts) -> None:
     cause="clip|norm",
 )
 def norms_left_out_of_clipping(parts: Parts) -> None:
-    """The norm for clipping counts the weights that are whole in one process of a tensor-parallel group alone."""
+    """Clipping counts the weights that tensor parallelism does not divide in one process only."""
     original = engine.norm_over_processes
 
     def wrong(tensors: list[Tensor]) -> Tensor:
@@ -133,7 +133,7 @@ def norms_left_out_of_clipping(parts: Parts) -> None:
     cause="collective mismatch",
 )
 def uneven_tokens(parts: Parts) -> None:
-    """Processes with other numbers of tokens meet in an exchange of experts, and do not pad them to one length."""
+    """Processes exchange tokens for experts without padding them to one length."""
     expert.ExpertGroup._longest = lambda self, number: number  # type: ignore[method-assign]
 
     def collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -146,7 +146,7 @@ def uneven_tokens(parts: Parts) -> None:
 
 @fault(TRAINCHECK, "accelerate 2665 (TrainCheck's blog)", "fsdp2", cause="other tensors|weights of before")
 def optimizer_of_the_unwrapped_model(parts: Parts) -> None:
-    """An optimizer that keeps the weights of before FSDP divided them, and trains nothing."""
+    """The optimizer keeps the weights from before FSDP sharded them, and trains nothing."""
     own, step = [list(group["params"]) for group in parts.optimizer.param_groups], parts.optimizer.step
 
     def stale(*args: Any) -> Any:
@@ -164,7 +164,7 @@ def optimizer_of_the_unwrapped_model(parts: Parts) -> None:
 
 @fault(TRAINCHECK, "flash-linear-attention 753 (TrainCheck's blog)", "fsdp2", names="down_proj", cause="initial")
 def divided_weights_not_initialised(parts: Parts) -> None:
-    """A path for divided weights that leaves out their initialisation."""
+    """Sharded weights are never initialised."""
     from accelerate_recipes.common.parallel import fsdp2
 
     original = fsdp2.sum_scalars
@@ -188,7 +188,7 @@ def divided_weights_not_initialised(parts: Parts) -> None:
     cause="divides this module wrongly",
 )
 def mask_of_the_embedding(parts: Parts) -> None:
-    """A vocabulary-parallel embedding masks one token more than those of other processes."""
+    """A vocabulary-parallel embedding masks one token too many."""
     from accelerate_recipes.common.parallel import tensor_styles
 
     parts.model.tp_plan = {**parts.model.tp_plan, "model.embed_tokens": "embedding_rowwise"}  # type: ignore
@@ -209,7 +209,7 @@ def mask_of_the_embedding(parts: Parts) -> None:
     cause="divides this module wrongly",
 )
 def recomputed_from_a_wrong_input(parts: Parts) -> None:
-    """What a layer kept for its backward pass comes back in another order, because processes share it."""
+    """A layer's saved activations come back in another order, because processes share them."""
     layer: Any = parts.model.get_submodule("model.layers.0")
     forward = layer.forward
 
@@ -230,7 +230,7 @@ def recomputed_from_a_wrong_input(parts: Parts) -> None:
     cause="by its own number of tokens, micro-batches or processes",
 )
 def loss_of_a_slice_scaled(parts: Parts) -> None:
-    """The share of a process in the loss of a sample has the number of processes that share it as a factor."""
+    """A process multiplies its part of a sample's loss by the number of processes that share the sample."""
 
     def wrong(self: Any, own: Tensor) -> Tensor:
         whole = own.detach().clone()
@@ -243,7 +243,7 @@ def loss_of_a_slice_scaled(parts: Parts) -> None:
 
 @fault(TTRACE, "data parallelism: the scale of the loss", "ddp", cause="by its own number of tokens")
 def mean_of_each_process(parts: Parts) -> None:
-    """Each process divides by the number of its own tokens, and not by that of all."""
+    """Each process divides by its own number of tokens, not by that of all processes."""
 
     def wrong(self: Any, micro_batches: Any) -> Any:
         weight = torch.stack([batch["weight"].sum() for batch in micro_batches]).sum()
@@ -254,7 +254,7 @@ def mean_of_each_process(parts: Parts) -> None:
 
 @fault(TTRACE, "pipelines: the scale of the loss", "pipeline_parallel", "--micro_batch_size 2", cause="micro-batches")
 def loss_scaled_by_micro_batches(parts: Parts) -> None:
-    """A pipeline divides a loss by the number of its micro-batches that is a share already."""
+    """A pipeline divides the loss by the number of micro-batches twice."""
     original = pipeline.PipelineEngine._backward
 
     def wrong(self: Any, number: int, micro_batches: Any, scale: Tensor) -> Any:
@@ -272,7 +272,7 @@ def loss_scaled_by_micro_batches(parts: Parts) -> None:
     cause="adds them up wrongly",
 )
 def tied_embedding_apart(parts: Parts) -> None:
-    """The first and the last stage do not add up the gradients of their copies of a tied embedding."""
+    """The first and last stage do not sum the gradients of their tied embedding."""
     pipeline.PipelineEngine._sum_over_stages = lambda self: None  # type: ignore[method-assign]
 
 
@@ -285,7 +285,7 @@ def tied_embedding_apart(parts: Parts) -> None:
     cause="adds them up wrongly",
 )
 def routers_apart(parts: Parts) -> None:
-    """The gradients of the routers of a mixture of experts are not exchanged."""
+    """The processes do not sum the gradients of the routers."""
     leave_to_each_process(parts, ".gate.")
 
 
@@ -297,7 +297,7 @@ def routers_apart(parts: Parts) -> None:
     cause="divides this module wrongly",
 )
 def wrong_group(parts: Parts) -> None:
-    """Processes exchange heads with those that have other samples."""
+    """Processes exchange attention heads with processes that have other samples."""
     original = Group.__init__
 
     def wrong(self: Any, *args: Any) -> None:
@@ -313,19 +313,19 @@ def cast_gradients(kind: torch.dtype) -> None:
 
 @fault(TTRACE, "a wrong cast to FP8", "ddp", cause="adds them up wrongly")
 def gradients_cast_to_8_bits(parts: Parts) -> None:
-    """Gradients are cast to FP8 on their way, without a scale: small ones become zero."""
+    """Gradients are cast to FP8 for communication without a scale, so small ones become zero."""
     cast_gradients(torch.float8_e4m3fn)
 
 
 @fault(TTRACE, "a wrong cast to FP8", "ddp_bf16", cause="adds them up wrongly")
 def gradients_cast_to_8_bits_in_bf16(parts: Parts) -> None:
-    """The same in a run in bf16."""
+    """The same in bf16."""
     cast_gradients(torch.float8_e4m3fn)
 
 
 @fault(TTRACE, "ZeRO: a failed update of parameters", "deepspeed_zero2", cause="gather")
 def updates_not_gathered(parts: Parts) -> None:
-    """The processes do not send each other the weights that they have updated."""
+    """The processes do not gather the weights that they have updated."""
     from deepspeed.runtime.zero import stage_1_and_2
 
     stage_1_and_2.all_gather_dp_groups = lambda **named: None
@@ -340,7 +340,7 @@ def updates_not_gathered(parts: Parts) -> None:
     cause="divides this module wrongly",
 )
 def layer_in_no_stage(parts: Parts) -> None:
-    """The stages leave out a layer."""
+    """No stage has one of the layers."""
     pipeline.layer_bounds = lambda num_layers, num_stages: [0, num_layers // 2 + rank(), num_layers]
 
 
@@ -352,7 +352,7 @@ def layer_in_no_stage(parts: Parts) -> None:
     cause="divides this module wrongly",
 )
 def gradient_of_an_input_not_summed(parts: Parts) -> None:
-    """The gradient of the input of a divided layer is read before the sum over the processes has come."""
+    """The gradient of a divided layer's input is read before its all-reduce ends."""
     from accelerate_recipes.common.parallel.tensor_styles import TensorGroup
 
     TensorGroup.copy = lambda self, value: value  # type: ignore[method-assign]
@@ -366,7 +366,7 @@ def gradient_of_an_input_not_summed(parts: Parts) -> None:
     cause="adds them up wrongly",
 )
 def norms_of_slices_apart(parts: Parts) -> None:
-    """The gradients of the norms, of which each process has those of its tokens, are not exchanged."""
+    """The processes do not sum the norms' gradients, each of which covers some of the tokens."""
     leave_to_each_process(parts, "norm")
 
 
@@ -378,7 +378,7 @@ def norms_of_slices_apart(parts: Parts) -> None:
     cause="divides this module wrongly",
 )
 def gradient_of_attention(parts: Parts) -> None:
-    """The backward pass of the exchange of tokens for heads leaves out the exchange."""
+    """The backward pass of the exchange of tokens for heads skips the exchange."""
     original = Group.exchange
 
     class Exchange(torch.autograd.Function):
@@ -403,7 +403,7 @@ def gradient_of_attention(parts: Parts) -> None:
     cause="adds them up wrongly",
 )
 def norms_of_heads_apart(parts: Parts) -> None:
-    """The gradients of the norms of the queries, of which each process has some heads, are not summed."""
+    """The processes do not sum the gradients of the query norms, each of which covers some of the heads."""
     plan: Any = parts.model.tp_plan  # type: ignore
     parts.model.tp_plan = {name: style for name, style in plan.items() if "_norm" not in name}  # type: ignore
 
@@ -432,7 +432,7 @@ def positions_of_a_slice(parts: Parts) -> None:
 
 @fault(OURS, "sharding of masks", "sequence_parallel", "--context 15", cause="divides this module wrongly")
 def padding_that_is_trained(parts: Parts) -> None:
-    """The labels of padded tokens are a token, and not the mark that leaves them out."""
+    """Padded positions have a token as label instead of -100."""
     original = Group.slice
     Group.slice = lambda self, tokens, padding: original(self, tokens, max(padding, 0))  # type: ignore[method-assign]
 
@@ -446,7 +446,7 @@ def padding_that_is_trained(parts: Parts) -> None:
     cause="adds them up wrongly",
 )
 def experts_averaged(parts: Parts) -> None:
-    """The gradients of experts are means over the processes, where others are sums."""
+    """The gradients of experts are averaged over the processes instead of summed."""
     original = expert.ExpertGroup.take_over
 
     def wrong(self: Any, experts: Any) -> None:
@@ -459,12 +459,12 @@ def experts_averaged(parts: Parts) -> None:
 
 @fault(OURS, "a wrong cast to FP8", "ddp_bf16", cause="adds them up wrongly")
 def gradients_with_2_bits_in_bf16(parts: Parts) -> None:
-    """Gradients in a run in bf16 keep 2 bits of their fraction on their way, and their exponent."""
+    """In bf16, gradients keep their exponent and only 2 bits of their fraction."""
     cast_gradients(torch.float8_e5m2)
 
 
 @fault(OURS, "Megatron-LM 1503: a backward pass that is wrong everywhere", "ddp", names="q_proj", cause="gradient")
 def wrong_on_one_process_too(parts: Parts) -> None:
-    """A kernel whose gradient of the queries is half of the true one, on one process, too."""
+    """A kernel halves the gradient of the queries, on one process, too."""
     layer = parts.model.get_submodule("model.layers.0.self_attn.q_proj")
     layer.register_forward_hook(lambda layer, args, output: output / 2 + output.detach() / 2)

@@ -32,8 +32,7 @@ def wrap_step(parts: Parts, before: Any) -> None:
 
 @fault(TRAINCHECK, "pytorch 104336", "ddp", cause="not all gradients pass through the model")
 def weights_moved_after_wrapping(parts: Parts) -> None:
-    """A model that moves to another device and back after DDP has wrapped it: DDP's hooks are on tensors that are
-    gone."""
+    """The model moves to another device and back after DDP has wrapped it, so DDP's hooks are on dead tensors."""
 
     def move(model: nn.Module, batch: Batch, step: int) -> None:
         if step == 0 and model is not parts.model:
@@ -49,7 +48,7 @@ def weights_moved_after_wrapping(parts: Parts) -> None:
 
 @fault(TRAINCHECK, "x.com/jxmnop 1778520637193240892", "ddp", cause=r"not model\.module")
 def wrapper_left_out(parts: Parts) -> None:
-    """A trainer that calls the module inside DDP in its first steps: each process trains alone."""
+    """The trainer calls the module inside DDP in its first steps, so each process trains alone."""
     module: Any = parts.model
     parts.forward_step = lambda model, batch, step: {"loss": module(batch["tokens"], batch["labels"])}
 
@@ -67,7 +66,7 @@ def wrapper_left_out_late(parts: Parts) -> None:
 
 @fault(TRAINCHECK, "lightning-thunder 725", "ddp_bf16", cause="no layer computes in 16 bits")
 def autocast_not_applied(parts: Parts) -> None:
-    """A config that asks for bf16, and a model whose layers autocast does not reach."""
+    """The config asks for bf16, but autocast does not reach the model's layers."""
     forward = parts.model.forward
 
     def in_float32(*args: Any, **named: Any) -> Any:
@@ -79,7 +78,7 @@ def autocast_not_applied(parts: Parts) -> None:
 
 @fault(TRAINCHECK, "mmpretrain 702", "ddp", cause="set requires_grad before fit")
 def freezes_in_train(parts: Parts) -> None:
-    """A model whose train() freezes its first layer, and a trainer that calls it late."""
+    """The model's train() freezes its first layer, and the trainer calls it late."""
     kind, model = type(parts.model), parts.model
 
     class Freezing(kind):  # type: ignore[valid-type, misc]
@@ -92,14 +91,14 @@ def freezes_in_train(parts: Parts) -> None:
 
 @fault(TRAINCHECK, "pytorch 51800", "ddp", names="down_proj", cause="the forward pass changes")
 def evaluated_before_its_weights(parts: Parts) -> None:
-    """torch's old spectral norm, which makes a weight in the first forward pass of training: evaluated before."""
+    """An evaluation runs before torch's old spectral norm creates its weight, in the first training pass."""
     torch.nn.utils.spectral_norm(parts.model.get_submodule(DECODER))  # type: ignore[arg-type]
     parts.optimizer = torch.optim.AdamW(parts.model.parameters(), 1e-3)
 
 
 @fault(TRAINCHECK, "pytorch 115607", "ddp", cause="no weight")
 def stale_compiled_step(parts: Parts) -> None:
-    """A compiled optimizer that leaves all weights alone after a step whose gradients it did not get."""
+    """A compiled optimizer skips all weights after a step without gradients."""
 
     class Stale(torch.optim.AdamW):
         count = 0
@@ -114,28 +113,28 @@ def stale_compiled_step(parts: Parts) -> None:
 
 @fault(TRAINCHECK, "pytorch forum 84911", "ddp", cause="the optimizer was given .* not in")
 def optimizer_of_another_model(parts: Parts) -> None:
-    """An optimizer over the weights of a model that is then made again."""
+    """The model is created again after the optimizer."""
     other = type(parts.model)(parts.model.config)  # type: ignore[call-arg]
     parts.optimizer = torch.optim.AdamW(other.parameters(), 1e-3)
 
 
 @fault(TRAINCHECK, "pytorch forum 84911", "ddp", names="lm_head", cause="the optimizer was given .* not in")
 def head_replaced_after_the_optimizer(parts: Parts) -> None:
-    """A head that is replaced after the optimizer was made: it is never trained."""
+    """The head is replaced after the optimizer was created, so it never trains."""
     model: Any = parts.model
     model.lm_head = nn.Linear(parts.config.hidden, parts.config.vocabulary, bias=False)
 
 
 @fault(TRAINCHECK, "pytorch forum 84911", "ddp", names="proj mlp", cause="frozen")
 def nearly_all_frozen(parts: Parts) -> None:
-    """A loop over names that freezes all layers, and leaves the norms."""
+    """A loop over names freezes every layer except the norms."""
     for name, weight in parts.model.named_parameters():
         weight.requires_grad_("norm" in name)
 
 
 @fault(TRAINCHECK, "stackoverflow 60335387", "ddp", why="the loop removes the gradients itself after each step")
 def gradients_never_zeroed(parts: Parts) -> None:
-    """Gradients that add up over the steps, because zero_grad is missing."""
+    """Gradients add up over the steps, because zero_grad is missing."""
     parts.optimizer.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
 
 
@@ -163,13 +162,13 @@ class Drawing:
     without="--fault workers_with_equal_seeds",
 )
 def workers_with_equal_seeds(parts: Parts) -> None:
-    """Workers of a data loader whose generators start alike, so that augmentations repeat."""
+    """DataLoader workers start with the same random state, so they repeat augmentations."""
     parts.train_set = Drawing(parts.train_set)
 
 
 @fault(TRAINCHECK, "transformers 17877", "ddp", names="proj", cause="do not seed by rank")
 def initialised_again_in_one_process(parts: Parts) -> None:
-    """Initialisation that runs again, here in one process alone: a broadcast of the weights is forgotten."""
+    """One process initialises its weights again, and nothing broadcasts them."""
     if rank() == 1:
         with torch.random.fork_rng([]):
             torch.manual_seed(1)
@@ -180,14 +179,14 @@ def initialised_again_in_one_process(parts: Parts) -> None:
 
 @fault(TRAINCHECK, "transformers 33844", "ddp", cause="evaluation")
 def dropout_in_evaluation(parts: Parts) -> None:
-    """Attention that drops out in evaluation, too."""
+    """Attention uses dropout in evaluation, too."""
     layer = parts.model.get_submodule(DECODER)
     layer.register_forward_hook(lambda layer, args, output: nn.functional.dropout(output, 0.1, training=True))
 
 
 @fault(TRAINCHECK, "transformers 34204", "ddp", cause="a row for each sample")
 def samples_merged_by_the_collator(parts: Parts) -> None:
-    """A processor that makes one row of tokens of all samples of a batch."""
+    """The processor joins the tokens of all samples of a batch into one row."""
 
     def collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         batch = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
@@ -200,7 +199,7 @@ described(
     "too_many_new_tokens",
     TRAINCHECK,
     "transformers 23723",
-    "Generation that counts a prompt before it is cut, and makes more tokens than asked for.",
+    "Generation counts the prompt before it is cut, and makes more tokens than asked for.",
     "no training loop generates; a recipe's sample after training is for the eye",
 )
 
@@ -213,7 +212,7 @@ described(
     cause="no step has moved",
 )
 def weights_with_gaps_not_updated(parts: Parts) -> None:
-    """An optimizer whose kernels write to a copy of a weight that is not contiguous (MPS before torch 2.4)."""
+    """The optimizer's kernels write to a copy of a non-contiguous weight (MPS before torch 2.4)."""
     module = parts.model.get_submodule(DECODER)
     module.weight = nn.Parameter(module.weight.detach().t().contiguous().t())
 
@@ -232,7 +231,7 @@ def weights_with_gaps_not_updated(parts: Parts) -> None:
 
 @fault(OURS, "reported by users", "ddp", names="model.norm", cause="bad memory")
 def late_element(parts: Parts) -> None:
-    """One element of one process' weight changes after the checked steps, as in bad memory."""
+    """One element of a weight changes in one process after the checked steps, as with bad memory."""
     weight: Any = parts.model.get_parameter("model.norm.weight")
 
     def change(model: nn.Module, batch: Batch, step: int) -> None:
@@ -245,7 +244,7 @@ def late_element(parts: Parts) -> None:
 
 @fault(OURS, "reported by users", "ddp", cause="the recipe asks for")
 def loss_times_processes(parts: Parts) -> None:
-    """A loss that is multiplied by the number of processes."""
+    """The loss is multiplied by the number of processes."""
     own: Any = parts.forward_step
 
     def forward_step(model: nn.Module, batch: Batch, step: int) -> dict[str, Tensor]:
@@ -256,14 +255,14 @@ def loss_times_processes(parts: Parts) -> None:
 
 @fault(OURS, "reported by users", "ddp", cause="the recipe asks for the number of processes")
 def rate_times_processes(parts: Parts) -> None:
-    """A learning rate that is multiplied by the number of processes."""
+    """The learning rate is multiplied by the number of processes."""
     for group in parts.optimizer.param_groups:
         group["lr"] *= parts.accelerator.num_processes
 
 
 @fault(OURS, "gradient accumulation", "ddp", cause="depends on the other samples")
 def mean_over_the_micro_batch(parts: Parts) -> None:
-    """A loss per token that is divided by the tokens of the micro-batch."""
+    """The loss per token is divided by the tokens of the micro-batch."""
 
     def forward_step(model: nn.Module, batch: Batch, step: int) -> dict[str, Tensor]:
         losses = model(batch["tokens"], batch["labels"]) * batch["weight"] / batch["weight"].mean()

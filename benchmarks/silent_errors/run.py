@@ -163,7 +163,7 @@ def compared(fault: Fault, run: Run, folder: Path) -> str:
 
 
 def row(fault: Fault, outcome: Outcome) -> str:
-    line = textwrap.shorten(PREFIX.sub("", outcome.text).replace("|", "\\|"), 160, placeholder=" …")
+    line = textwrap.shorten(PREFIX.sub("", outcome.text).replace("|", "\\|"), 100, placeholder=" …")
     columns = [
         f"{fault.what} `{fault.name}`",
         fault.source,

@@ -1,1 +1,1 @@
-"""One process alone with the user's objects: what they see of the world, and what they are given back."""
+"""Trains with the user's own objects in a world of one process, and restores them afterwards."""

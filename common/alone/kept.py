@@ -1,4 +1,4 @@
-"""What the user's objects hold, kept by value while one process trains with them, and given back."""
+"""Saves the values of the user's objects while one process trains with them, and restores them afterwards."""
 
 import os
 import sys

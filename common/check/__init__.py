@@ -1,1 +1,1 @@
-"""The check of a run's first steps against one process."""
+"""The parity check: repeats the first steps of a run on one process and compares them."""

@@ -1,4 +1,4 @@
-"""Names the first module whose output, or gradient, is not that of one process."""
+"""Names the first module whose output or gradient differs from one process."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

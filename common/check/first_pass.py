@@ -1,4 +1,4 @@
-"""What the first forward pass of a run does beside computing values."""
+"""Side effects of the first forward pass: random draws, changed buffers, values that depend on the micro-batch."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What is compared with one process after the checked steps: steps of a rehearsal, and the steps after a save."""
+"""Comparisons with one process after the checked steps: in a rehearsal, and after a save."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The output of each module in a step, and its gradient: sums, not the tensors."""
+"""Sums of each module's output and gradient in a step."""
 
 import math
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Which differences are noise: no larger than what rounding errors in the weights change on one process."""
+"""The noise floor: how far rounding errors in the weights move one process."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The first optimizer steps of a run are taken twice: by all processes, and by the main process alone."""
+"""Repeats the first optimizer steps of a run on the main process alone, and compares them."""
 
 import math
 import time

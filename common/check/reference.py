@@ -1,4 +1,4 @@
-"""The first steps of a run, taken by the main process alone before `prepare`, with the objects that the user made."""
+"""Takes the first steps of a run on the main process alone, before `prepare`, with the user's own objects."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""Sums from which the distance of two tensors follows, without holding either."""
+"""Random sums that give the distance of two tensors without keeping either."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Notes what an engine does in its steps: the same for all processes and for one process alone."""
+"""Records what an engine does in its steps, with all processes or with one."""
 
 import math
 import zlib

@@ -1,4 +1,4 @@
-"""The lines that end a run whose first steps are not those of one process."""
+"""The error of a run whose first steps differ from one process."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -100,12 +100,12 @@ def _causes_in_the_recipe(
     """What the recipe does that no layout can make equal, and what to type; the likeliest first."""
     for name in first.written:
         yield (
-            f"the forward pass changes {name}, and each process sees other samples, or with tensor parallelism other "
+            f"the forward pass changes {name}, but each process sees other samples, or with tensor parallelism other "
             "features: do it outside the forward pass"
         )
     for name in changes.generators:
         yield (
-            f"forward_step or the model draws from a generator of its own, {name}: draw from those of torch, numpy or "
+            f"forward_step or the model has its own random generator, {name}: draw from those of torch, numpy or "
             "random, which are seeded for each micro-batch"
         )
     for what, place in asked.items():

@@ -1,1 +1,1 @@
-"""Checkpoints (find, verify, load, save), their format on disk, and the exported model."""
+"""Checkpoints: find, verify, load and save them; their format on disk; the exported model."""

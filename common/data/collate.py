@@ -1,4 +1,4 @@
-"""A batch of samples: of equal or different lengths, or the line that says why they make none."""
+"""Collates samples of equal or different lengths into a batch, or says why they do not fit together."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

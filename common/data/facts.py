@@ -1,4 +1,4 @@
-"""The lines about the data that a run prints at its start and keeps in the run card."""
+"""The facts about the data that a run prints at its start and keeps in the run card."""
 
 from collections import Counter
 from collections.abc import Sequence

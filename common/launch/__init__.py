@@ -1,1 +1,1 @@
-"""Start of a run: checks the launch, then joins the processes."""
+"""The start of a run: checks the launch, then joins the processes."""

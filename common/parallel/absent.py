@@ -1,4 +1,4 @@
-"""Stands for the weights of other stages of a pipeline: tensors without values, and what is computed from them."""
+"""Placeholders for the weights of other pipeline stages, and for tensors computed from them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Hooks on weights, and what the recipe's own code reads of divided ones: both see what they see in one process."""
+"""Gives hooks on weights, and code that reads sharded weights, the values that one process would give them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""Watches what a pass computes between layers that tensor parallelism divides: the operations of the first passes."""
+"""Watches the operations between layers that tensor parallelism divides: later passes may not add others."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager

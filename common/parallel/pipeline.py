@@ -1,4 +1,4 @@
-"""Pipeline parallelism: each process holds a stage, a range of the layers, or two."""
+"""Pipeline parallelism: each process has one or two stages, which are ranges of the layers."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The order in which the stages of a pipeline take the passes of a step: torch's schedules, and what each costs."""
+"""Pipeline schedules: the order of the passes in a step, from torch, and their costs."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What FSDP2 gathers at a time, for how long, and where shards are, for the strategies that run such layers."""
+"""Groups of layers that FSDP2 gathers together, how long it keeps them, and where shards are."""
 
 from collections.abc import Container, Sequence
 

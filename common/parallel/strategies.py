@@ -1,4 +1,4 @@
-"""All strategies, and what a layout combines of them."""
+"""All strategies, and how a layout combines them."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,1 +1,1 @@
-"""The files that a run writes: records, the run card; and the output folder."""
+"""The files that a run writes: records, the run card and the output folder."""

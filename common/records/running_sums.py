@@ -1,4 +1,4 @@
-"""The sums over the optimizer steps that no training record holds yet."""
+"""The sums of the optimizer steps since the last training record."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,1 +1,1 @@
-"""One optimizer step: the engine that takes it, what it is given, its loss and its state."""
+"""One optimizer step: the engine, the loss, the optimizer and its state, and checks of what the user passes."""

@@ -1,4 +1,4 @@
-"""Refuses what no layout can train, if that shows before a step."""
+"""Refuses models and optimizers that no layout can train, before the first step."""
 
 import difflib
 from collections.abc import Mapping

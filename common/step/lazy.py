@@ -1,4 +1,4 @@
-"""Layers that take their sizes from the first samples, such as nn.LazyLinear."""
+"""Lazy layers, which take their sizes from the first samples, such as nn.LazyLinear."""
 
 import torch
 from torch import nn

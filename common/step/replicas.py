@@ -1,4 +1,4 @@
-"""Checks during a run whether processes that hold the same weights still agree."""
+"""Checks during a run that replicas of the same weights stay equal."""
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -123,7 +123,7 @@ class Replicas:
                     )
         self._compares = False
         self._accelerator.print(
-            "the processes round differently, as processors of several kinds do: their weights are no longer compared"
+            "the processes round differently, for example on different processors: weights are no longer compared"
         )
         return None
 

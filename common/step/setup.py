@@ -1,4 +1,4 @@
-"""The model and optimizer of a run before they are wrapped, and what several strategies do with them."""
+"""The model and optimizer of a run before they are wrapped, and helpers of several strategies."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Whether a run trains its weights: which of them no gradient reaches, and which no step moves."""
+"""Finds weights that do not train: no gradient reaches them, or no step moves them."""
 
 from collections.abc import Callable, Mapping
 from functools import cached_property

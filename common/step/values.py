@@ -1,4 +1,4 @@
-"""The values of `forward_step`: what they must be, and what a step sums of them."""
+"""Checks and sums the values that `forward_step` returns."""
 
 from typing import Any
 

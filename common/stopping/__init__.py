@@ -1,1 +1,1 @@
-"""How a run ends: exit codes, signals, non-finite numbers, hangs."""
+"""Stops a run on signals, non-finite numbers and hangs."""

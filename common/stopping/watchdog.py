@@ -1,4 +1,4 @@
-"""A thread that ends a process whose main thread is blocked: by a hang, or by the end of another process."""
+"""A thread that ends a process if its main thread hangs or waits for a lost process."""
 
 import faulthandler
 import itertools

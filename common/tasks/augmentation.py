@@ -1,4 +1,4 @@
-"""Images that vary at random: another part, mirrored, in other colours, with a hole, or mixed with another image."""
+"""Random augmentation of images: crops, mirroring, colours, erased parts, and mixing with another image."""
 
 import math
 import random

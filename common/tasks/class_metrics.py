@@ -1,4 +1,4 @@
-"""Classes in the loss and in an evaluation: their weights, which are taken for which, the ranks of several labels."""
+"""Weights of classes in the loss, and their metrics: confusion matrix, F1, ranking of several labels."""
 
 import math
 from collections.abc import Sequence

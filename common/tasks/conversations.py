@@ -1,4 +1,4 @@
-"""Conversations in the forms that people have them, as texts, and the places in a text that a model learns to write."""
+"""Reads conversations in the common formats, renders them as text, and marks the parts that a model learns to write."""
 
 import itertools
 import json

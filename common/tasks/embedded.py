@@ -1,4 +1,4 @@
-"""Data that every installation has."""
+"""Data sets that come with every installation."""
 
 from importlib.util import find_spec
 from pathlib import Path

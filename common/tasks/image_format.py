@@ -1,4 +1,4 @@
-"""What an image classifier must know beside its weights, and images in the shape of its training images."""
+"""The input format of an image classifier, and images in that format."""
 
 import json
 import math

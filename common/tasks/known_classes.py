@@ -1,4 +1,4 @@
-"""The classes of the data, and those that the head of a pretrained model knows by name."""
+"""Matches the classes of the data with the class names of a pretrained head."""
 
 from collections.abc import Callable
 from typing import Any

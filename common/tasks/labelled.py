@@ -1,4 +1,4 @@
-"""Samples with classes: texts or images, each with one class, or with several."""
+"""Texts or images with one or several classes each."""
 
 import unicodedata
 from collections import Counter

@@ -1,4 +1,4 @@
-"""How the tokens of a text become its vector, and the files in which sentence-transformers keeps that with a model."""
+"""Pooling: how a text's tokens become its vector, and the files in which sentence-transformers keeps that."""
 
 import json
 from collections.abc import Callable

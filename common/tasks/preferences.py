@@ -1,4 +1,4 @@
-"""Pairs of answers, of which one is preferred, and the log-probabilities that a reference gives them."""
+"""Pairs of a chosen and a rejected answer, and their log-probabilities under a reference model."""
 
 from collections.abc import Callable, Collection, Mapping
 from math import inf

@@ -1,4 +1,4 @@
-"""Questions whose answers stand in a text, in files or on the Hub; long texts in windows."""
+"""Questions with answers in a text, from files or the Hub; long texts in windows."""
 
 import re
 import string
@@ -188,5 +188,5 @@ def _answers(cell: Any, context: str, where: str) -> list[tuple[str, int]]:
     for text, begin in found:
         if begin < 0 or context[begin : begin + len(text)] != text:
             place = "in" if begin < 0 else f"at character {begin} of"
-            raise UsageError(f"{where}: answer '{text}' does not stand {place} its text: write it as it stands there")
+            raise UsageError(f"{where}: answer '{text}' is not {place} its text: copy it from the text as it is")
     return found

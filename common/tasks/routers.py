@@ -1,4 +1,4 @@
-"""What the routers of a mixture of experts do with tokens, and the loss that balances them."""
+"""The routers of a mixture of experts: how they divide the tokens, and the loss that balances them."""
 
 from collections.abc import Sequence
 

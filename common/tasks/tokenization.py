@@ -1,4 +1,4 @@
-"""A tokenizer of bytes, and what tells one tokenizer from another."""
+"""A byte tokenizer, and a digest that identifies a tokenizer."""
 
 import hashlib
 from collections.abc import Sequence

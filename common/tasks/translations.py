@@ -1,4 +1,4 @@
-"""Texts and what becomes of them, such as translations and summaries, in files or on the Hub."""
+"""Pairs of source and target text, such as translations and summaries, from files or the Hub."""
 
 from collections.abc import Callable
 from statistics import fmean

@@ -1,4 +1,4 @@
-"""Samples of conversations with images as a vision-language model of transformers takes them, and batches of them.
+"""Conversations with images as samples and batches for a vision-language model of transformers.
 
 Each processor makes tensors of its own. What they mean is measured: the processor gets two images, and a tensor that
 has a number for each token, one row for the sample, or rows for each image, is one of three kinds.

@@ -1,1 +1,1 @@
-"""Weights, whole or divided: which process holds which part, in memory and on disk."""
+"""Weights, whole or sharded: which process has which part, in memory and on disk."""

@@ -1,4 +1,4 @@
-"""Weights that are still on disk: on the meta device, until each process reads what it holds of them."""
+"""Weights that stay on disk and on the meta device until each process reads its part."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager

@@ -1,4 +1,4 @@
-"""Shards: the range of a tensor that a process holds, and how to read it back."""
+"""Shards: the range of a tensor that a process has, and how to read it back."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -94,7 +94,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def norm_over_processes(tensors: list[Tensor]) -> Tensor:
-    """The L2 norm of all elements of tensors of which some are DTensors: 0-dim, the same in all processes."""
+    """The L2 norm of all elements of tensors, some of them DTensors: 0-dim, the same in all processes."""
     if not any(map(is_divided, tensors)):
         return norm_of(tensors)
     from torch.distributed.tensor import DTensor, Partial, Replicate

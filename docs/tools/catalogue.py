@@ -5,6 +5,7 @@
 
 import hashlib
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,19 +16,18 @@ sys.path.insert(0, str(ROOT))
 from accelerate_recipes.matrix import CONFIGS, MATRIX, RECIPES  # noqa: E402
 
 CERTIFICATES, PAGE = ROOT / "docs" / "certificates", ROOT / "docs" / "verified.md"
+NOT_SUPPORTED = "not supported"
 INTRODUCTION = """<!-- Written by docs/tools/catalogue.py: make verified -->
 # What was verified where, and when
 
-The first table is the summary. Below it are the certificates. To make one:
+The first table shows which recipes give the result of one process under which config. To make a certificate:
 
 ```text
 accelerate-recipes verify recipes/mnist.py
 ```
 
-The command runs the recipe in one process, then under each config, and compares the loss, gradient norm and learning
-rate of each step, the evaluations, and the exported weights. [verify.md](verify.md) says what "same" means. A number is
-the largest relative difference from one process; for weights the largest ‖w − w₀‖ / ‖w₀‖ of all tensors. The files are
-in [docs/certificates/](certificates/).
+The command runs the recipe on one process and under each config, and compares losses, gradient norms and learning rates
+of each step, evaluations and exported weights ([verify.md](verify.md)).
 """
 RESULTS = """
 "differs": DeepSpeed's bf16 rounds at different points than autocast, 2.3 % for `image_classification.py`. If the
@@ -38,46 +38,91 @@ NO_GPU = """
 **No certificate is from a GPU yet.** CPU processes that communicate through gloo stand in for GPUs; fp16 runs in
 float32 there. Only the tests compare recipes without a certificate (`tests/process/test_one_result.py`).
 """
+DIFFERENCES = """
+## How far from one process
+
+Each cell has the largest relative difference of the losses, and of the weights: the largest ‖w − w₀‖ / ‖w₀‖ of all
+tensors. "≈" is "same, to rounding errors"; "–" is not supported. The certificates in
+[docs/certificates/](certificates/) also have gradients, evaluations and processes.
+"""
 
 
 def catalogue(certificates: dict[str, dict[str, Any]]) -> str:
     """The page. `certificates`: {name: content of certificate.json}."""
     on_gpu = any(_hardware(one)[1] for one in certificates.values())
-    introduction = INTRODUCTION if on_gpu else INTRODUCTION + NO_GPU
-    lines = [introduction, "## Each recipe under each config", ""]
-    lines.append(f"| config | {' | '.join(f'`{recipe}`' for recipe in RECIPES)} |")
-    lines.append("| --- |" + " --- |" * len(RECIPES))
-    lines += [f"| {one} | {' | '.join(MATRIX[recipe, one].result for recipe in RECIPES)} |" for one in CONFIGS]
-    lines += [RESULTS, "## Certificates", "", "| recipe | date | hardware | runs | differ | not supported |"]
-    lines.append("| --- | --- | --- | ---: | ---: | ---: |")
-    for name, one in certificates.items():
-        verdicts = [row["verdict"] for row in one["rows"]]
-        counts = [sum(each.startswith(word) for each in verdicts) for word in ("", "DIFFERS", "not supported")]
-        numbers = " | ".join(map(str, counts))
-        lines.append(f"| [{name}](#{name}) | {one['made'][:10]} | {_hardware(one)[0]} | {numbers} |")
-    for name, one in certificates.items():
-        lines += ["", f"## {name}", "", *_part(one)]
-    return "\n".join(lines) + "\n"
+    lines = [INTRODUCTION if on_gpu else INTRODUCTION + NO_GPU, "## Each recipe under each config", "", *_results()]
+    lines += [RESULTS, "## Certificates", ""]
+    for versions in dict.fromkeys(map(_versions, certificates.values())):
+        names = [f"`{name}`" for name, one in certificates.items() if _versions(one) == versions]
+        lines += [f"{'All' if len(names) == len(certificates) else ', '.join(names)} with {versions}.", ""]
+    lines += [
+        "| certificate | command | steps | made | hardware | SHA-256 of the script |",
+        "| --- | --- | ---: | --- | --- | --- |",
+        *(_row(name, one) for name, one in certificates.items()),
+        DIFFERENCES,
+        f"| config | {' | '.join(f'`{name}`' for name in certificates)} |",
+        "| --- |" + " ---: |" * len(certificates),
+    ]
+    found = [_differences(one) for one in certificates.values()]
+    names = list(dict.fromkeys(name for each in found for name in each))
+    lines += [f"| {name} | {' | '.join(each.get(name, '') for each in found)} |" for name in names]
+    return "\n".join([*lines, "", *_messages(certificates)]) + "\n"
 
 
-def _part(one: dict[str, Any]) -> list[str]:
-    versions = ", ".join(f"{package} {number}" for package, number in one["versions"].items())
+def _results() -> list[str]:
+    """The rows of the table of recipes and configs; configs with the same results share one."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for config in CONFIGS:
+        found = tuple(_recipes(config, result) for result in ("differs", NOT_SUPPORTED))
+        groups.setdefault(found, []).append(f"`{config}`")
+    rows = sorted(groups.items(), key=lambda group: -len(group[1]))
+    head = ["| config | recipes that differ | recipes that are not supported |", "| --- | --- | --- |"]
+    return head + [f"| {', '.join(configs)} | {' | '.join(found)} |" for found, configs in rows]
+
+
+def _recipes(config: str, result: str) -> str:
+    named = [recipe for recipe in RECIPES if MATRIX[recipe, config].result == result]
+    others = [recipe for recipe in RECIPES if recipe not in named]
+    shown = ", ".join(f"`{recipe}`" for recipe in min(named, others, key=len))
+    return f"all but {shown}" if len(others) < len(named) else shown or "none"
+
+
+def _row(name: str, one: dict[str, Any]) -> str:
     script = ROOT / one["script"]
     is_today = script.is_file() and hashlib.sha256(script.read_bytes()).hexdigest() == one["sha256"]
-    flags = f" with `{' '.join(one['flags'])}`" if one["flags"] else ""
-    lines = [
-        f"`{one['script']}`{flags}, {one['steps']} steps, on {_hardware(one)[0]}, {one['made']}. "
-        f"{versions}. SHA-256 of the script {one['sha256'][:16]}…: {'that of today' if is_today else 'changed since'}.",
-        "",
-        "| config | processes | loss | gradient | weights | evaluation | |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | --- |",
-    ]
-    for row in one["rows"]:
+    digest = f"{one['sha256'][:16]}…: {'that of today' if is_today else 'changed since'}"
+    command = " ".join([one["script"], *one["flags"]])
+    return f"| {name} | `{command}` | {one['steps']} | {one['made']} | {_hardware(one)[0]} | {digest} |"
+
+
+def _differences(one: dict[str, Any]) -> dict[str, str]:
+    """{run: its cell}"""
+    cells = {}
+    for row in one["rows"][1:]:  # the first is the reference
         found = row["difference"] or {}
-        numbers = [_number(found.get(name)) for name in ("loss", "gradient", "weights", "evaluation")]
-        verdict = row["verdict"].replace("|", "\\|")
-        lines.append(f"| {row['name']} | {row['processes'] or '–'} | {' | '.join(numbers)} | {verdict} |")
-    return lines
+        cell = ", ".join(_number(found.get(name)) for name in ("loss", "weights")) if found else "–"
+        sign = {"same, to rounding errors": "≈ ", "bit for bit": ""}.get(row["verdict"], "")
+        name = re.sub(r"killed at step \d+", "killed", row["name"])
+        cells[name] = "differs" if row["verdict"].startswith("DIFFERS") else sign + cell
+    return cells
+
+
+def _messages(certificates: dict[str, dict[str, Any]]) -> list[str]:
+    """The lines with which runs ended that differ or are not supported; "..." stands for the class of a model."""
+    ended: dict[str, list[str]] = {}
+    for name, one in certificates.items():
+        for row in one["rows"]:
+            verdict, _, line = row["verdict"].partition(": ")
+            if verdict == NOT_SUPPORTED:
+                ended.setdefault(f"... {line.partition(' ')[2]}", []).append(f"`{row['name']}`")
+            elif verdict == "DIFFERS":
+                ended.setdefault(line, []).append(f"`{name}` under `{row['name']}`")
+    lines = ["## Messages of the others", "", "| runs | message |", "| --- | --- |"]
+    return lines + [f"| {', '.join(sorted({*runs}))} | {line.replace('|', '/')} |" for line, runs in ended.items()]
+
+
+def _versions(one: dict[str, Any]) -> str:
+    return ", ".join(f"{package} {number}" for package, number in one["versions"].items())
 
 
 def _hardware(one: dict[str, Any]) -> tuple[str, bool]:

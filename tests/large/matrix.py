@@ -40,6 +40,7 @@ from accelerate_recipes.verify.trace import Trace  # noqa: E402
 
 RESULTS, PAGE = ROOT / "docs" / "large.json", ROOT / "docs" / "large.md"
 STEPS = 3
+RATE = COLUMNS.index("learning rate")
 # {case, config or both, whose runs may differ: why}
 KNOWN: dict[Any, str] = {
     (
@@ -52,17 +53,20 @@ KNOWN: dict[Any, str] = {
 INTRODUCTION = """<!-- Written by tests/large/matrix.py: make test-large -->
 # Models of real size
 
-Models with random weights train for three steps under each config, with the parity check of two. To repeat it:
+{agree} of {count} runs under a config, with models of 24 million to a billion weights, give the result of one process.
+The rows that differ say why. To repeat them:
 
 ```text
 make test-large
 ```
 
+Models with random weights train for three steps under each config, with the parity check of two.
+
 | column | meaning |
 | --- | --- |
-| loss to learning rate | the largest relative difference from one process, as in [verify.md](verify.md) |
-| result | "same, to rounding errors": one process with other micro-batches, or on one thread, differs from itself \
-as much, for example in a bias whose gradient is only rounding ([check.md](check.md)) |
+| loss, gradient, weights, eval | the largest relative difference from one process, as in [verify.md](verify.md) |
+| result | also compares learning rates. "same, to rounding errors": one process with other micro-batches, or on one \
+thread, differs from itself as much, for example in a bias whose gradient is only rounding ([check.md](check.md)) |
 | step | the fastest of a run |
 | memory | the most that one process held, without mapped files |"""
 
@@ -180,17 +184,34 @@ def _references(launch: Launch, run: Finished, config: str, in_bf16: bool, scrat
 
 def page(results: dict[str, dict[str, dict[str, Any]]]) -> str:
     """docs/large.md."""
-    lines = [INTRODUCTION]
+    rows = [cell["columns"] for found in results.values() for cell in found.values()]
+    verdicts = [row[-1] for row in rows if row[0] != "single" and not row[-1].startswith("not supported")]
+    agree = sum(not verdict.startswith("DIFFERS") for verdict in verdicts)
+    lines = [INTRODUCTION.format(agree=agree, count=len(verdicts))]
+    machines = {machine for found in results.values() for machine in _dates(found)}
+    lines += ["", f"All ran on {machines.copy().pop()}."] if len(machines) == 1 else []
     for name, found in results.items():
-        case, places = CASES[name], dict.fromkeys(cell["where"] for cell in found.values())
+        case = CASES[name]
+        places = [", ".join(days) + f": {machine}" * (len(machines) > 1) for machine, days in _dates(found).items()]
         lines += ["", f"## {case.title}: {Path(case.recipe).name}", "", "; ".join(places), ""]
-        lines.append(f"| {' | '.join((*COLUMNS[:-1], 'result', 'command', 'step', 'check', 'memory'))} |")
-        lines.append(f"| --- |{' ---: |' * 6} --- |{' ---: |' * 4}")
+        lines.append(f"| {' | '.join((*COLUMNS[:RATE], 'result', 'command', 'step', 'check', 'memory'))} |")
+        lines.append(f"| --- |{' ---: |' * (RATE - 1)} --- |{' ---: |' * 4}")
         for cell in found.values():
+            *numbers, rate, result = cell["columns"]
+            result += "; learning rates differ" * (rate not in ("equal", "–"))
             times = [_seconds(cell[key]) for key in ("seconds", "step_seconds", "check_seconds")]
-            columns = [*cell["columns"], *times, f"{cell['peak_gb']:.2f} GB"]
+            columns = [*numbers, result, *times, f"{cell['peak_gb']:.2f} GB"]
             lines.append(f"| {' | '.join(column.replace('|', '/') for column in columns)} |")
     return "\n".join(lines) + "\n"
+
+
+def _dates(found: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
+    """{machine and versions: the days of the runs of a case there}"""
+    dates: dict[str, set[str]] = {}
+    for cell in found.values():
+        date, _, machine = cell["where"].partition(", ")
+        dates.setdefault(machine, set()).add(date)
+    return {machine: sorted(days) for machine, days in dates.items()}
 
 
 def _seconds(value: float | None) -> str:

@@ -22,7 +22,7 @@ DRAWN: dict[tuple[str, str], str | None] = {
     ("step calls_layers", "ddp"): "forward_step never calls the model that it is given",
     ("step calls_functionally", "fsdp2"): "FSDP2 cannot train this: RuntimeError: aten.addmm.default got mixed",
     ("step noise_of_numpy", "ddp"): None,
-    ("step noise_of_its_own", "fsdp2"): "forward_step or the model draws from a generator of its own, OWN",
+    ("step noise_of_its_own", "fsdp2"): "forward_step or the model has its own random generator, OWN",
     ("step mixup", "deepspeed_zero2"): None,
     ("step names_by_data", "ddp"): "return the same names for each batch",
     ("step order_by_data", "fsdp2"): None,

@@ -1,7 +1,6 @@
-"""Promise: the recipes of docs/several-models.md, each with several models, have one result under every layout."""
+"""Promise: recipes/several_models/ have one result under every layout. docs/several-models.md shows lines of them."""
 
 import re
-import runpy
 import shlex
 from collections.abc import Callable
 from itertools import product
@@ -12,21 +11,30 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from support.launching import CONFIGS, accelerate_forked, execute, fork
+from support.launching import accelerate_forked, execute, fork
 from support.runs import ROOT, Run, largest_difference, weight_distance
 
-TWO_MODELS = "tests/scripts/two_models.py"
-PATTERNS = runpy.run_path(str(ROOT / TWO_MODELS))["PATTERNS"]
+PATTERNS = ("distillation", "domain_adaptation", "gan")
+PAGE = (ROOT / "docs" / "several-models.md").read_text()
 STEPS = "--max_steps 6 --log_every 1 --eval_every 3 --batch_size 16"
 LAYOUTS = {"single": "--micro_batch_size 4", "ddp": "", "fsdp2": "", "deepspeed_zero2": "", "deepspeed_zero3": ""}
 # The telling ones: calls of a part that FSDP2 and ZeRO-3 gather three times, and a teacher beside sharded weights.
-QUICK = [("distillation", "fsdp2"), ("reversal", "deepspeed_zero2"), ("gan", "fsdp2"), ("gan", "deepspeed_zero3")]
+QUICK = [
+    ("distillation", "fsdp2"),
+    ("domain_adaptation", "deepspeed_zero2"),
+    ("gan", "fsdp2"),
+    ("gan", "deepspeed_zero3"),
+]
+
+
+def script(pattern: str) -> str:
+    return f"recipes/several_models/{pattern}.py"
 
 
 def code(pattern: str) -> dict[str, Any]:
     """What the recipe of a pattern defines."""
     names: dict[str, Any] = {"__name__": pattern}
-    exec(compile(PATTERNS[pattern], pattern, "exec"), names)
+    exec(compile((ROOT / script(pattern)).read_text(), pattern, "exec"), names)
     return names
 
 
@@ -37,12 +45,11 @@ def cases() -> list[Any]:
 
 @pytest.mark.parametrize(("pattern", "config"), cases())
 def test_pattern_has_one_result(tmp_path: Path, reference: Callable[..., Run], pattern: str, config: str) -> None:
-    arguments = f"{STEPS} --pattern {pattern}"
+    arguments = STEPS
     if pattern == "distillation":
-        teacher = reference(TWO_MODELS, f"{STEPS} --pattern distillation --width 64")
-        arguments += f" --teacher {teacher.output_dir}"
-    expected = reference(TWO_MODELS, arguments)
-    run = fork(tmp_path / "run", config, TWO_MODELS, f"{arguments} {LAYOUTS[config]}")
+        arguments += f" --teacher {reference(script(pattern), f'{STEPS} --width 64').output_dir}"
+    expected = reference(script(pattern), arguments)
+    run = fork(tmp_path / "run", config, script(pattern), f"{arguments} {LAYOUTS[config]}")
     for name in {name for record in expected.records for name in record if name.startswith(("train/", "eval/"))}:
         assert run.column(name) == pytest.approx(expected.column(name), rel=1e-6, abs=1e-9), name
     assert weight_distance(run, expected) <= 1e-6
@@ -64,7 +71,7 @@ def test_each_part_of_the_gan_gets_the_gradient_of_its_own_loss() -> None:
 
 
 def test_reversal_turns_round_the_gradient_of_the_domain_alone() -> None:
-    names = code("reversal")
+    names = code("domain_adaptation")
     torch.manual_seed(0)
     batch = {"image": torch.rand(8, 64), "label": torch.arange(8), "domain": torch.arange(8) % 2}
     gradients = {}
@@ -79,14 +86,17 @@ def test_reversal_turns_round_the_gradient_of_the_domain_alone() -> None:
     assert not torch.allclose(gradients[0.3]["body.0.weight"], gradients[0.0]["body.0.weight"])
 
 
+def test_the_page_shows_lines_of_the_recipes() -> None:
+    lines = {line.strip() for pattern in PATTERNS for line in (ROOT / script(pattern)).read_text().splitlines()}
+    shown = "".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)).splitlines()
+    assert len(shown) > 10 and not [line for line in shown if line.strip() not in lines]
+
+
 @pytest.mark.full
 def test_commands_of_the_page(tmp_path: Path) -> None:
-    """They train distill.py, which is the first code block of the page."""
-    (tmp_path / "distill.py").write_text(PATTERNS["distillation"])
-    (tmp_path / "accelerate_configs").symlink_to(CONFIGS)
-    page = (ROOT / "docs" / "several-models.md").read_text()
-    (block,) = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
-    for command in block.splitlines():
+    for folder in ("accelerate_configs", "recipes"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    for command in "".join(re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)).splitlines():
         program, *arguments = shlex.split(command)
         start = accelerate_forked if program == "accelerate" else execute
         run = start(arguments if program == "accelerate" else [program, *arguments], tmp_path, tmp_path)

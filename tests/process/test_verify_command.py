@@ -19,7 +19,7 @@ PLAIN_MISTAKES = ROOT / "tests" / "scripts" / "plain_mistakes.py"
 CAUSES = {
     "batch_norm": "the forward pass changes 1.running_mean, as BatchNorm does, and sees 8 of 16 samples at a time",
     "learning_rate": "the learning rate depends on the number of processes",
-    "own_noise": "draws from a generator of its own",
+    "own_noise": "forward_step or the model has its own random generator",
     "mean_of_means": "replace a mean inside forward_step by one value per sample",
 }
 PLAIN_CAUSES = {
@@ -27,7 +27,7 @@ PLAIN_CAUSES = {
     "tokens": "micro-batches have different numbers of tokens",
     "set_epoch": "each epoch has the same order: call set_epoch",
     "batch_size": "a step takes 32 samples under DDP and 16 in one process",
-    "no_seed": "one process has other losses when it runs again on the same samples",
+    "no_seed": "one process gives different losses when it runs again on the same samples",
     "dropout": "the forward pass draws random numbers (dropout, noise)",
     "short_batch": "step 4 takes 16 samples under DDP and 12 in one process: prepare fills up the last batch",
     "divided_twice": "the loader has a DistributedSampler, and prepare divides its samples again",
@@ -38,11 +38,11 @@ PLAIN_CAUSES = {
 PLAIN_DATA = ROOT / "tests" / "scripts" / "plain_data.py"
 DATA_CAUSES = {
     "draws": "draws random numbers (from the generators that set_seed seeds)",
-    "own_generator": "draws from a generator of its own",
+    "own_generator": "the dataset or its collate_fn has its own random generator",
     "small_set": "step 1 takes 8 samples under DDP and 5 in one process: prepare fills up the last batch",
     "grows": "a step takes 16 samples under DDP and 8 in one process: divide the batch size",
     "collate_draws": "the dataset or its collate_fn draws random numbers",
-    "padded": "each process pads its samples to a length of its own",
+    "padded": "each process pads its samples to a different length",
     "stops": "an epoch ends after step 1 in one of the two runs only",
     "repeats": "the evaluation gathers 48 rows under DDP and 32 in one process: each process evaluates all samples",
     "not_cut": "the evaluation gathers 16 rows under DDP and 13 in one process",

@@ -150,8 +150,8 @@ def test_squad_s_own_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("answers", "line"),
     [
-        ({"text": ["dog"], "answer_start": [31]}, "row 1: answer 'dog' does not stand at character 31 of its text"),
-        ("wolf", "row 1: answer 'wolf' does not stand in its text"),
+        ({"text": ["dog"], "answer_start": [31]}, "row 1: answer 'dog' is not at character 31 of its text"),
+        ("wolf", "row 1: answer 'wolf' is not in its text"),
         ({"text": "dog"}, 'row 1: expected an answer as a text, or as {"text": [...], "answer_start": [...]}; found'),
         ([1], 'row 1: expected an answer as a text, or as {"text": [...], "answer_start": [...]}; found [1]'),
     ],

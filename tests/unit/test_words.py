@@ -1,6 +1,10 @@
 """Promise: the code uses the field's words, which CONTRIBUTING.md explains."""
 
 import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
 
 from support.runs import ROOT
 
@@ -38,6 +42,21 @@ TRANSLATED = {
     r"are behind each promise": "end-to-end tests cover",
     r"what processes hold that": "replicas of the same shard",
 }
+# Constructions that read like a translation, whatever the words, and how to write it instead. Pages have none of them;
+# code has none of the first two.
+GENERAL = {
+    r"(?<=[.;:] )Who(?:se|m)?\b(?![^.|]{0,150}\?)": "begin with the subject: you, the run, a process",
+    r"\b(?:is|are|was|were|be) said\b": "a line says, the run says",
+    r"(?<=\. )What (?!\w+ (?:is|are|does|do)\b[^.|]*\?)(?![^.|]{0,150}\?)": "begin with the subject",
+    r"\bso many (?!of\b)[a-z]+": "that many, or the number",
+    r"\bof (?:its|their|his) own\b(?! [a-z])": "its own ..., before the noun",
+    r"\b(?:an)?other (?:\w+ ){1,3}than\b": "differs from, or different from",
+    r"\b(?:is|are) none of\b": "is not a",
+    r"\b(?:of|from) which (?:each|some|one|it|an?|the)\b": "with, or two sentences",
+    r"\bas (?:it|they) stands?\b": "as in the file, unchanged",
+    r"\b(?:no|some)body\b": "name the person or process, or use the passive",
+    r"\b(?:go|goes|going|went) on\b": "continues",
+}
 # Functions and methods are named by verbs, or by what they return.
 PARTICIPLE = r"^(?:def |    def (?=\w+\((?:self|cls)))_?((?!speed)[a-z]+ed|kept|cut|sent|drawn|shown|grown|written)\("
 
@@ -51,19 +70,48 @@ def test_replaced_words_stay_out() -> None:
     assert not found
 
 
+def find(patterns: dict[str, str], paths: Iterable[Path]) -> list[str]:
+    """The places where texts match, each with what to write instead. Of a page, what is not in a block of code."""
+    texts = {
+        path: " ".join(re.sub(r"```.*?```" if path.suffix == ".md" else "$^", "", path.read_text(), flags=re.S).split())
+        for path in paths
+    }
+    return [
+        f'{path.relative_to(ROOT)}: "{text[max(0, match.start() - 30) : match.end() + 30]}": {better}'
+        for path, text in texts.items()
+        for pattern, better in patterns.items()
+        for match in re.finditer(pattern, text)
+    ]
+
+
 def test_translated_phrases_stay_out() -> None:
     pages = {*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/recipes/*.md")}
     pages -= {ROOT / "docs" / "verified.md"}  # quotes what earlier runs printed
     files = [path for folder in ("common", "accelerate_recipes", "recipes") for path in ROOT.glob(f"{folder}/**/*.py")]
     assert len(pages) > 30
-    texts = {path: " ".join(path.read_text().split()) for path in (*pages, *files)}
-    found = [
-        f'{path.relative_to(ROOT)}: "{match[0]}": {better}'
-        for path, text in texts.items()
-        for pattern, better in TRANSLATED.items()
-        for match in re.finditer(pattern, text)
-    ]
-    assert not found
+    assert not find(TRANSLATED, [*pages, *files])
+    quoting = {ROOT / "docs" / "architecture.md", ROOT / "CHANGELOG.md"}  # docstrings, and what was written then
+    assert not find(GENERAL, pages - quoting)
+    assert not find(dict([*GENERAL.items()][:2]), files)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_plain"),
+    [
+        ("It is fast. Who doubts a run can ask.", False),
+        ("It is fast. Who wrote it?", True),
+        ("It is fast. What has another result ends there.", False),
+        ("It is fast. What does it cost?", True),
+        ("In one line it is said which.", False),
+        ("The layer has a generator of its own.", False),
+        ("The layer has its own generator.", True),
+        ("A run with another batch size than before.", False),
+        ("Weights, of which each process has some.", False),
+        ("The text is read as it stands.", False),
+    ],
+)
+def test_general_patterns(text: str, is_plain: bool) -> None:
+    assert any(re.search(pattern, text) for pattern in GENERAL) != is_plain
 
 
 def test_functions_are_no_participles() -> None:

@@ -1,1 +1,1 @@
-"""How files, folders and the Hub become rows, texts and images. No recipe imports it."""
+"""Reads files, folders and the Hub as rows, texts and images. No recipe imports it."""

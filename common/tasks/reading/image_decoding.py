@@ -1,4 +1,4 @@
-"""Images as files hold them: one function opens an image, for all recipes."""
+"""Opens images of any format, for all recipes."""
 
 import io
 import warnings

@@ -1,4 +1,4 @@
-"""Files by the ending of their names: unpacked, decoded, and named in one line if they cannot be read."""
+"""Opens text files by their ending, unpacks and decodes them, and says in one line why one cannot be read."""
 
 import bz2
 import codecs
