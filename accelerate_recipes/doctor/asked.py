@@ -28,16 +28,11 @@ _INHERITED = re.compile("ACCELERATE_|FSDP_|PARALLELISM_CONFIG_|TORCHELASTIC_|MAS
 
 
 class Answer(TypedDict):
-    """What a run would refuse.
+    """What a run would refuse."""
 
-    Attributes:
-        refusals: of the loop.
-        of_the_launcher: the lines of those of `accelerate launch`.
-        facts: of the recipe: its num_workers, the sample_bytes of the tensors of a sample, its micro_batch_size.
-    """
-
-    refusals: list[UsageError]
-    of_the_launcher: list[str]
+    refusals: list[UsageError]  # of the loop
+    of_the_launcher: list[str]  # the lines of those of `accelerate launch`
+    # of the recipe: its num_workers, the sample_bytes of the tensors of a sample, its micro_batch_size
     facts: dict[str, int]
 
 

@@ -24,24 +24,15 @@ SECTIONS = ("fsdp", "parallelism", "deepspeed", "fp8", "dynamo")  # a key that s
 
 @dataclass(frozen=True)
 class Case:
-    """What to plan for.
+    """What to plan for."""
 
-    Attributes:
-        config: a config file.
-        num_processes, num_machines: instead of the file's; None keeps them.
-        settings: {key of the file: value} instead of the file's.
-        stages: of a pipeline.
-        flags: {flag of the recipe: value} instead of those on the command line.
-        kind: the first case of its kind that fits is enough; None: an answer is needed.
-    """
-
-    config: Path
-    num_processes: int | None = None
-    num_machines: int | None = None
-    settings: Mapping[str, int | str] = field(default_factory=dict)
-    stages: int = 1
-    flags: dict[str, int] = field(default_factory=dict)
-    kind: int | None = None
+    config: Path  # a config file
+    num_processes: int | None = None  # instead of the file's; None keeps it
+    num_machines: int | None = None  # as that
+    settings: Mapping[str, int | str] = field(default_factory=dict)  # {key of the file: value} instead of the file's
+    stages: int = 1  # of a pipeline
+    flags: dict[str, int] = field(default_factory=dict)  # {flag of the recipe: value} instead of the command line's
+    kind: int | None = None  # the first case of its kind that fits is enough; None: an answer is needed
 
     def write(self, folder: Path) -> tuple[Path, dict[str, int]]:
         """(a config file for this case, what it has other than the file given, beside the number of processes). Raises

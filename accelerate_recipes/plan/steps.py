@@ -35,17 +35,11 @@ from accelerate_recipes.plan.tracker import Tracker
 
 @dataclass
 class DryRun:
-    """Some steps of a run.
+    """Some steps of a run."""
 
-    Attributes:
-        setup: of the run.
-        gpu: for the time of operations.
-        last: whether this is the last process, and not the first.
-    """
-
-    setup: Setup
-    gpu: Gpu
-    last: bool
+    setup: Setup  # of the run
+    gpu: Gpu  # for the time of operations
+    last: bool  # whether this is the last process, and not the first
 
     def measure(self) -> StepFacts:
         """What a process holds and does.

@@ -20,23 +20,15 @@ Floor = Mapping[Any, float]
 
 @dataclass(frozen=True)
 class Compared:
-    """A value of a run beside that of its reference, or a tensor.
+    """A value of a run beside that of its reference, or a tensor."""
 
-    Attributes:
-        step, name: as in `Point`.
-        value, expected: None where a run has none, and of a tensor.
-        size: the relative difference; infinite where one of the two has no value.
-        tolerance: up to which it is the same.
-        limit: the tolerance, or what rounding explains.
-    """
-
-    step: int | None
+    step: int | None  # as in `Point`
     name: str
-    value: Any
+    value: Any  # None where a run has none, and of a tensor
     expected: Any
-    size: float
-    tolerance: float
-    limit: float
+    size: float  # the relative difference; infinite where one of the two has no value
+    tolerance: float  # up to which it is the same
+    limit: float  # the tolerance, or what rounding explains
 
     @property
     def is_same(self) -> bool:
@@ -46,28 +38,17 @@ class Compared:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a run is from its reference. None: the runs do not record this.
+    """How far a run is from its reference. None: the runs do not record this."""
 
-    Attributes:
-        loss, gradient, evaluation: the largest relative difference over all records of the training loss, of the norm
-            of the gradient, and of the evaluation metrics.
-        weights: the largest ‖w − w₀‖ / ‖w₀‖ of all exported tensors.
-        learning_rate: the largest relative difference; 0 if all are equal.
-        first_step: the first step whose loss, learning rate or evaluation is not the same; None if all are.
-        tensor: the name of the first exported tensor that is not the same; None if all are.
-        is_same: whether the run counts as the same.
-        is_noise: whether it is the same only because one process is as far from itself.
-    """
-
-    loss: float
-    gradient: float | None
-    weights: float
-    evaluation: float | None
-    learning_rate: float
-    first_step: int | None
-    tensor: str | None
-    is_same: bool
-    is_noise: bool = False
+    loss: float  # the largest relative difference over all training records
+    gradient: float | None  # the same of its norm
+    weights: float  # the largest ‖w − w₀‖ / ‖w₀‖ of all exported tensors
+    evaluation: float | None  # as `loss`, of the evaluation metrics
+    learning_rate: float  # as `loss`; 0 if all are equal
+    first_step: int | None  # the first step whose loss, learning rate or evaluation is not the same; None if all are
+    tensor: str | None  # the name of the first exported tensor that is not the same; None if all are
+    is_same: bool  # whether the run counts as the same
+    is_noise: bool = False  # whether it is the same only because one process is as far from itself
 
     @classmethod
     def of(cls, found: list[Compared]) -> "Difference":

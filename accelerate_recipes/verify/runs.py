@@ -46,19 +46,12 @@ def chosen_configs(names: list[str] | None) -> list[Path]:
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that has ended.
+    """A run that has ended."""
 
-    Attributes:
-        folder: its output folder.
-        refusal: the line with which the recipe refused to run; None if it did not refuse.
-        failure: the last lines of its output if it failed in another way; None if it is done.
-        output: what it printed.
-    """
-
-    folder: Path
-    refusal: str | None = None
-    failure: str | None = None
-    output: str = ""
+    folder: Path  # its output folder
+    refusal: str | None = None  # the line with which the recipe refused to run; None if it did not refuse
+    failure: str | None = None  # the last lines of its output if it failed in another way; None if it is done
+    output: str = ""  # what it printed
 
     @property
     def is_done(self) -> bool:

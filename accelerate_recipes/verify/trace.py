@@ -19,19 +19,13 @@ SKETCH, SUMS = "count sketch, 16 sums", 16
 
 @dataclass(frozen=True)
 class Trace:
-    """A finished run.
+    """A finished run."""
 
-    Attributes:
-        values: {(step, name): value} of training loss, norm of the gradient, learning rate and evaluation metrics; of a
-            script on plain Accelerate also "samples", the ids of a step, and in step 0 "gathered", the rows of all
-            evaluations.
-        weights: {name: tensor} after the last step; of a record, the sums of a `Sketch` of each.
-        facts: what else is known, such as the run card.
-    """
-
+    # {(step, name): value} of training loss, norm of the gradient, learning rate and evaluation metrics; of a script on
+    # plain Accelerate also "samples", the ids of a step, and in step 0 "gathered", the rows of all evaluations
     values: Mapping[tuple[int, str], Any]
-    weights: Mapping[str, Tensor] = field(default_factory=dict)
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    weights: Mapping[str, Tensor] = field(default_factory=dict)  # after the last step; of a record, sums of a `Sketch`
+    facts: Mapping[str, Any] = field(default_factory=dict)  # what else is known, such as the run card
 
     @classmethod
     def of_run(cls, folder: Path) -> "Trace":

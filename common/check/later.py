@@ -29,19 +29,12 @@ COMPARED = (("value", "loss"), ("norm", ""))
 
 @dataclass
 class Rehearsal:
-    """Later steps of one process in a rehearsal on the CPU, which exists to find mistakes.
+    """Later steps of one process in a rehearsal on the CPU, which exists to find mistakes."""
 
-    Attributes:
-        steps: {number: what the step did}.
-        moved: the same from weights that are perturbed by rounding errors: a trajectory amplifies them.
-        first: the first step of the run.
-        is_low: whether a layer computes with fewer bits than float32.
-    """
-
-    steps: dict[int, Step]
-    moved: dict[int, Step]
-    first: Step
-    is_low: bool
+    steps: dict[int, Step]  # {number: what the step did}
+    moved: dict[int, Step]  # the same from weights that are perturbed by rounding errors: a trajectory amplifies them
+    first: Step  # the first step of the run
+    is_low: bool  # whether a layer computes with fewer bits than float32
 
     @classmethod
     def take(cls, run: ReferenceRun, first: Step, number: int) -> "Rehearsal | None":

@@ -39,21 +39,13 @@ SMALL = 10_000_000  # bytes of weights up to which threads wait for each other l
 
 @dataclass
 class ReferenceRun:
-    """Takes optimizer steps with all samples of the global batch in this process: the same engine at size 1.
+    """Takes optimizer steps with all samples of the global batch in this process: the same engine at size 1."""
 
-    Attributes:
-        setup: of the run.
-        checkpoint: from which the run starts; its weights are loaded.
-        is_low: whether a layer computed with fewer bits than float32; set by the first steps.
-        changes: what the first steps changed in the recipe's objects.
-        seconds: that the fastest step took.
-    """
-
-    setup: Setup
-    checkpoint: Checkpoint
-    is_low: bool = False
-    changes: Changes | None = None
-    seconds: float = math.inf
+    setup: Setup  # of the run
+    checkpoint: Checkpoint  # from which the run starts; its weights are loaded
+    is_low: bool = False  # whether a layer computed with fewer bits than float32; set by the first steps
+    changes: Changes | None = None  # what the first steps changed in the recipe's objects
+    seconds: float = math.inf  # that the fastest step took
 
     def steps(
         self,
@@ -192,15 +184,10 @@ LARGE = 100_000_000  # bytes of weights from which on one measurement is enough
 
 @dataclass
 class Perturbed:
-    """The first steps of one process from weights that are perturbed.
+    """The first steps of one process from weights that are perturbed."""
 
-    Attributes:
-        steps: {number: what the step did}.
-        start: {name: weight from which they start}.
-    """
-
-    steps: dict[int, Step]
-    start: dict[str, Sketch]
+    steps: dict[int, Step]  # {number: what the step did}
+    start: dict[str, Sketch]  # {name: weight from which they start}
 
     @classmethod
     def take(cls, run: ReferenceRun, numbers: Sequence[int], roundings: int, first: int | None = None) -> "Perturbed":
@@ -229,23 +216,14 @@ def perturb(model: nn.Module, roundings: int, is_low: bool = False) -> None:
 
 @dataclass
 class Reference:
-    """The first steps of one process, from the start of the run.
+    """The first steps of one process, from the start of the run."""
 
-    Attributes:
-        initial: {name: parameter or buffer before the first step}.
-        steps: {number: what the step did}.
-        perturbed: the steps from weights that are perturbed by rounding errors.
-        is_low: whether a layer computes with fewer bits than float32.
-        changes: what they changed in the recipe's objects, before it was given back.
-        again: the first step once more, when all had been given back.
-    """
-
-    initial: dict[str, Sketch]
-    steps: dict[int, Step]
-    perturbed: list[Perturbed]
-    is_low: bool
-    changes: Changes = field(default_factory=Changes)
-    again: Step = field(default_factory=Step)
+    initial: dict[str, Sketch]  # {name: parameter or buffer before the first step}
+    steps: dict[int, Step]  # {number: what the step did}
+    perturbed: list[Perturbed]  # the steps from weights that are perturbed by rounding errors
+    is_low: bool  # whether a layer computes with fewer bits than float32
+    changes: Changes = field(default_factory=Changes)  # of the recipe's objects, before they were given back
+    again: Step = field(default_factory=Step)  # the first step once more, when all had been given back
 
 
 def take_reference(run: ReferenceRun, numbers: range, first_pass: FirstPass) -> Reference:

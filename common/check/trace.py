@@ -22,28 +22,19 @@ from .sketch import Sketch
 
 @dataclass
 class Step:
-    """What the check compares of an optimizer step.
+    """What the check compares of an optimizer step."""
 
-    Attributes:
-        values: {micro-batch: {name: what `forward_step` or `batch_loss` returned, float64 on the CPU, of shape
-            (micro_batch, ...)}}.
-        evaluated: what `forward_step` returned in evaluation, before the first step, for the first micro-batch.
-        samples: {micro-batch: {name: a checksum for each sample}}.
-        grad_norm: as in StepResult.
-        weights: {name: parameter or buffer after the step}; of one process alone.
-        gradients: {name: gradient that the optimizer gets}; of one process alone.
-        parts: {(name of a weight, range): (a sum, norm) of this process's part}; of several processes.
-        modules: what each module gave.
-    """
-
+    # {micro-batch: {name: what `forward_step` or `batch_loss` returned, float64 on the CPU, (micro_batch, ...)}}
     values: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    # what `forward_step` returned in evaluation, before the first step, for the first micro-batch
     evaluated: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    samples: dict[int, dict[str, list[int]]] = field(default_factory=dict)
-    grad_norm: float = math.nan
-    weights: dict[str, Sketch] = field(default_factory=dict)
-    gradients: dict[str, Sketch] = field(default_factory=dict)
+    samples: dict[int, dict[str, list[int]]] = field(default_factory=dict)  # {micro-batch: {name: checksum of each}}
+    grad_norm: float = math.nan  # as in StepResult
+    weights: dict[str, Sketch] = field(default_factory=dict)  # and buffers after the step; of one process alone
+    gradients: dict[str, Sketch] = field(default_factory=dict)  # that the optimizer gets; of one process alone
+    # {(name of a weight, range): (a sum, norm) of this process's part}; of several processes
     parts: dict[Any, tuple[float, float]] = field(default_factory=dict)
-    modules: ModuleTrace = field(default_factory=ModuleTrace)
+    modules: ModuleTrace = field(default_factory=ModuleTrace)  # what each module gave
 
 
 class Observer:

@@ -79,12 +79,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a model that this process runs.
+    """The part of a model that this process runs."""
 
-    Attributes:
-        model: the recipe's, with its names; of a pipeline without the weights of other stages.
-        root: the module that runs: the model, or what runs a stage.
-    """
-
-    model: nn.Module
-    root: nn.Module
+    model: nn.Module  # the recipe's, with its names; of a pipeline without the weights of other stages
+    root: nn.Module  # the module that runs: the model, or what runs a stage

@@ -25,24 +25,16 @@ Run = Callable[[nn.Module], Any]  # a pass of forward_step, with a model
 
 @dataclass(frozen=True)
 class Cut:
-    """A chain of layers, cut into stages.
+    """A chain of layers, cut into stages."""
 
-    Attributes:
-        chain: {layer: how many values it returns as a tuple}, from `find_chain`.
-        bounds: stage s holds layers bounds[s] to bounds[s + 1] - 1.
-        stages_of: {parameter or buffer: the stages that hold it}, under all names.
-        untouched: parameters that no layer has and the passes did not use. All stages hold them: a pass with other
-            samples, or an evaluation, may use them anywhere.
-        first_names: {parameter: its first name}, under all names.
-        left: attributes that layers of the chain set in a pass, as for a loss beside their outputs.
-    """
-
-    chain: Mapping[str, int]
-    bounds: Sequence[int]
-    stages_of: Mapping[str, frozenset[int]]
+    chain: Mapping[str, int]  # {layer: how many values it returns as a tuple}, from `find_chain`
+    bounds: Sequence[int]  # stage s holds layers bounds[s] to bounds[s + 1] - 1
+    stages_of: Mapping[str, frozenset[int]]  # {parameter or buffer: the stages that hold it}, under all names
+    # Parameters that no layer has and the passes did not use. All stages hold them: a pass with other samples, or an
+    # evaluation, may use them anywhere.
     untouched: frozenset[str]
-    first_names: Mapping[str, str]
-    left: frozenset[str] = frozenset()
+    first_names: Mapping[str, str]  # {parameter: its first name}, under all names
+    left: frozenset[str] = frozenset()  # attributes that layers of the chain set in a pass, as for a loss beside it
 
 
 def hidden_states(*args: Any, **named: Any) -> Any:

@@ -25,17 +25,11 @@ MOST_DIFFERENCE = 0.02  # between the values of the two passes, relative to thei
 
 @dataclass(frozen=True)
 class Share:
-    """What the loss of the global batch means for one micro-batch.
+    """What the loss of the global batch means for one micro-batch."""
 
-    Attributes:
-        metrics: what `batch_loss` returned for its samples, without a graph.
-        values: of `forward_step` in the first pass.
-        gradients: of the sum of weight × loss over the global batch, for these values.
-    """
-
-    metrics: Values
-    values: Values
-    gradients: Values
+    metrics: Values  # what `batch_loss` returned for its samples, without a graph
+    values: Values  # of `forward_step` in the first pass
+    gradients: Values  # of the sum of weight × loss over the global batch, for these values
 
     def connection(self, values: Values) -> Tensor:
         """0, whose gradient is the part of the global batch's gradient that passes through these values."""

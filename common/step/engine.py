@@ -36,23 +36,13 @@ from .values import weighted_metrics, weighted_sum
 
 @dataclass
 class StepResult:
-    """The result of one optimizer step in this process. Tensors stay on the device: reading them would stall it.
+    """The result of one optimizer step in this process. Tensors stay on the device: reading them would stall it."""
 
-    Attributes:
-        losses: for each micro-batch, the sum of weight × loss over this process's samples, 0-dim.
-        weight: sum of the weights of this process's samples; the number of samples if a batch has
-            no "weight".
-        grad_norm: L2 norm of the gradient of the whole model over the global batch, before
-            clipping; None if not requested.
-        skipped: whether the loss scaler found an overflow and left the weights unchanged.
-        metrics: for each micro-batch, the other metrics of `forward_step`, each times the sample's weight, of shape
-            (micro_batch,).
-    """
-
-    losses: list[Tensor]
-    weight: Tensor | float
-    grad_norm: Tensor | float | None
-    skipped: bool = False
+    losses: list[Tensor]  # for each micro-batch, the sum of weight × loss over this process's samples, 0-dim
+    weight: Tensor | float  # sum of those of this process's samples; their number if a batch has no "weight"
+    grad_norm: Tensor | float | None  # L2, of the whole model's over the global batch, before clipping; None: not asked
+    skipped: bool = False  # whether the loss scaler found an overflow and left the weights unchanged
+    # for each micro-batch, the other metrics of `forward_step`, each times the sample's weight, of shape (micro_batch,)
     metrics: list[dict[str, Tensor]] = field(default_factory=list)
 
 
