@@ -93,7 +93,6 @@ def refusals_of(
         setup: from `of_any_size`; None: asks about the config file alone.
         config: the flags of the run.
         path: of the config file.
-        has_gpu: whether the machine has one.
         likely: flags for what the file should say.
         takes_passes: whether to take passes of the model.
     """

@@ -111,8 +111,8 @@ def _plan(ends: list[Facts | NoPlan], gpu: Gpu, config: str, settings: dict[str,
     """One plan from the answers of the first stage and the last."""
     if wrong := next((end for end in ends if isinstance(end, NoPlan)), None):
         return replace(wrong, config=config, settings=settings)
-    facts = [end for end in ends if isinstance(end, Facts)]
-    run, steps = facts[0].run, [divide(each.step, each.run) for each in facts]
+    facts = [end for end in ends if not isinstance(end, NoPlan)]
+    run, steps = facts[0][0], [divide(step, run) for run, step in facts]
     largest = max(steps, key=lambda step: step.peak)
     slowest = max(steps, key=lambda step: _seconds_of_step(run, step, gpu, run.num_processes)[0])
     sent, more = num_sent(largest.first, run.per_machine), num_sent(largest.more, run.per_machine)

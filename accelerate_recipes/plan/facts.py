@@ -90,12 +90,7 @@ class StepFacts:
         return first + self.passes * (more - first)
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What a dry run finds."""
-
-    run: RunFacts
-    step: StepFacts
+Facts = tuple[RunFacts, StepFacts]  # what a dry run finds
 
 
 @dataclass(frozen=True)

@@ -42,27 +42,17 @@ class Gpu:
         return self.flops_16 if is_16 else self.flops_tf32 if tf32 else self.flops_32
 
     def seconds(self, flops: float, moved: int, is_16: bool, tf32: bool) -> float:
-        """Time of an operation: the roofline (Williams et al. 2009), and at least the time to start it.
-
-        Args:
-            flops: floating-point operations.
-            moved: bytes that it reads and writes.
-            is_16: whether it computes in bf16 or fp16.
-            tf32: whether float32 products use TF32.
-        """
+        """Time of an operation that moves so many bytes: the roofline (Williams et al. 2009), and at least the time to
+        start it. `is_16`: whether it computes in bf16 or fp16; `tf32`: whether float32 products use TF32."""
         return max(flops / (self.peak(is_16, tf32) * self.flops), moved / (self.memory_rate * self.memory), self.launch)
 
 
 def read(name: str, memory_gb: float | None = None, table: Path | None = None) -> Gpu:
-    """Reads a GPU's rates.
+    """Reads a GPU's rates. Raises UsageError for no such GPU or file, or too little memory.
 
     Args:
-        name: of a GPU in the table.
-        memory_gb: its memory, if it differs from the table's.
+        memory_gb: if it differs from the table's.
         table: a JSON file in the form of hardware.json; None: that file.
-
-    Raises:
-        UsageError: no such GPU or file, or too little memory.
     """
     text = text_of(table or TABLE, "--hardware", f"copy {TABLE}")
     try:

@@ -13,9 +13,8 @@ from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.console import print_json
 from accelerate_recipes.paths import check_file, check_new_file, text_of, write_file
 from accelerate_recipes.verify.certificate import versions
-from accelerate_recipes.verify.compare import Compared, Difference, compared, noise_floor, of_all_steps
+from accelerate_recipes.verify.compare import Compared, Difference, Trace, compared, noise_floor, of_all_steps
 from accelerate_recipes.verify.runs import Launch, recording
-from accelerate_recipes.verify.trace import Trace
 from accelerate_recipes.verify.watch import watch
 
 

@@ -105,13 +105,8 @@ class Certificate:
 
     def write(self, cause: str | None, gap: str | None = None, reference: dict[str, Any] | None = None) -> int:
         """Writes certificate.json and certificate.md, and prints the result. Returns the exit code: 0 if all runs that
-        are supported are the same, otherwise 1.
-
-        Args:
-            cause: the likely cause of a difference.
-            gap: what these runs cannot show.
-            reference: the losses of one process, for `--against`.
-        """
+        are supported are the same, otherwise 1. `cause`: the likely one of a difference; `gap`: what these runs cannot
+        show; `reference`: the losses of one process, for `--against`."""
         num_bad = sum(row.is_bad for row in self.rows)
         content: dict[str, Any] = {
             "script": str(self.script),

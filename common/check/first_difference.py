@@ -30,11 +30,8 @@ class FirstDifference:
 
     def find(self, kind: str) -> tuple[str, str]:
         """(where it is, the line that says so): "forward", "step" for forward_step itself, "loss" for its gradient,
-        "backward", "gradient" of a weight, "factor" of all gradients, "norm" of them, or "".
-
-        Args:
-            kind: of the difference, as in compare.Key. That of an evaluation is of another pass.
-        """
+        "backward", "gradient" of a weight, "factor" of all gradients, "norm" of them, or "". `kind`: of the difference,
+        as in compare.Key; that of an evaluation is of another pass."""
         is_compared = kind != "eval" and any(trace.forward for trace in self.traces)
         if not is_compared:
             return "", ""

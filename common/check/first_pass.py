@@ -35,16 +35,8 @@ class FirstPass:
 
     @contextmanager
     def watch(self, called: nn.Module, module: nn.Module, device: torch.device) -> Iterator[None]:
-        """Watches the forward pass in the `with` block.
-
-        Args:
-            called: the model that `forward_step` is given.
-            module: the recipe's own module in it.
-            device: of the model.
-
-        Raises:
-            UsageError: the pass did not call the model.
-        """
+        """Watches the forward pass in the `with` block. Raises UsageError if the pass did not call the model. `called`:
+        the model that `forward_step` is given; `module`: the recipe's own one in it."""
         calls: list[bool] = []
         takes_hooks = not isinstance(called, torch.jit.ScriptModule)
         hook = called.register_forward_pre_hook(lambda module, args: calls.append(True)) if takes_hooks else None

@@ -112,12 +112,8 @@ class ReferenceRun:
 
 
 def _ending_in_time(setup: Setup, num_passes: int) -> Setup:
-    """The setup of an engine whose passes raise NotChecked if the rest would end after the deadline.
-
-    Args:
-        setup: of the engine.
-        num_passes: forward passes for gradients. The first one may be slow by itself.
-    """
+    """The setup of an engine whose passes raise NotChecked if the rest would end after the deadline. `num_passes`: for
+    gradients; the first one may be slow by itself."""
     longest = min(MAX_SECONDS, setup.plan.config.hang_timeout / 2 or MAX_SECONDS)
     values_of, num_done, fastest = as_numbered_step(setup.forward_step), 0, math.inf
     started = last = time.monotonic()
@@ -276,13 +272,8 @@ def _check_possible(setup: Setup, is_resumed: bool) -> None:
 
 
 def why_not_checked(precision: str, num_bytes: int, on_device: float) -> str | None:
-    """Why one device cannot take the steps alone; None if it can.
-
-    Args:
-        precision: of the run.
-        num_bytes: of the weights of the whole model.
-        on_device: bytes that are free there.
-    """
+    """Why one device cannot take the steps alone; None if it can. `num_bytes`: of the weights of the whole model;
+    `on_device`: that are free there."""
     if precision == "fp16":
         return "fp16 skips steps"
     too_much = f"{4 * num_bytes / 2**30:,.1f} GiB for the whole model on one device are too much"

@@ -66,7 +66,6 @@ def find_cut(
     """A cut that nobody has rehearsed, and what `cut_chain` returns beside it.
 
     Args:
-        setup: of the run.
         passes: gives a pass in a `with` block.
         states: gives those of the generators of random numbers.
 

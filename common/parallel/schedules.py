@@ -131,16 +131,9 @@ def _passing_stage() -> Any:
 def make_steps(
     schedule: Schedule, size: int, roots: Mapping[int, nn.Module], device: torch.device, group: Any
 ) -> Callable[[Sequence[Shape], Before], None]:
-    """A function that takes the forward and backward passes of a step through the stages of a pipeline. It gets shape
-    and type of the hidden states of each micro-batch, and what is called before each pass.
-
-    Args:
-        schedule: of `SCHEDULES`.
-        size: number of processes of the pipeline.
-        roots: {stage: module that runs it}, of this process.
-        device: of this process.
-        group: of the pipeline.
-    """
+    """A function that takes the forward and backward passes of a step through the stages of a pipeline of `size`
+    processes. It gets shape and type of the hidden states of each micro-batch, and what is called before each pass.
+    `roots`: {stage: module that runs it}, of this process."""
     from torch.distributed import pipelining
 
     # Torch would take a whole step more to find a shape, and let it be the only one.

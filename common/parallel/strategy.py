@@ -80,15 +80,7 @@ class Strategy:
 
 
 class Division:
-    """Divides a model, in the order of the strategies.
-
-    Args:
-        setup: of the run, with the whole model.
-        strategies: of the layout; not all of them divide a model.
-
-    Attributes:
-        grid: of the run.
-    """
+    """Divides the model of a setup, in the order of the strategies of its layout; not all of them divide a model."""
 
     def __init__(self, setup: Setup, strategies: Sequence[Strategy]):
         self.grid = Grid(setup.plan.layout, setup.accelerator.device, setup.plan.config.hang_timeout)
@@ -97,12 +89,8 @@ class Division:
 
     def apply(self, part: Part, weights: bool = True) -> None:
         """Divides a part, reads the weights that are still on disk, moves it to the device, and gives the optimizer its
-        weights in place of those of the whole model.
-
-        Args:
-            part: of the model.
-            weights: False: the part has none, and what it computes is divided alone.
-        """
+        weights in place of those of the whole model. `weights`: False: the part has none, and what it computes is
+        divided alone."""
         device, before = self.grid.device, dict(part.model.named_parameters(remove_duplicate=False))
         with materialized(part.model, "cpu" if offloads(self.grid.layout) else device):
             for strategy, plan in self._plans if weights else [each for each in self._plans if not each[0].of_weights]:

@@ -47,25 +47,17 @@ class Share:
                 )
 
 
+@dataclass
 class BatchLoss:
-    """The `batch_loss` of `fit`.
+    """The `batch_loss` of `fit`."""
 
-    Args:
-        function: the user's.
-        plan: of the run.
-        device: of the values.
-    """
-
-    def __init__(self, function: BatchLossFn, plan: Plan, device: torch.device):
-        self.function, self.plan, self.device = function, plan, device
+    function: BatchLossFn  # the user's
+    plan: Plan  # of the run
+    device: torch.device  # of the values
 
     def __call__(self, values: Values, step: int) -> Values:
-        """The metrics of these samples, each of shape (samples,). Raises UsageError for other shapes.
-
-        Args:
-            values: {name: values of the samples, of shape (samples, ...)}.
-            step: number of the optimizer step, or EVALUATION; random numbers are a function of it.
-        """
+        """The metrics of the samples with these values, (samples, ...), each of shape (samples,). Raises UsageError for
+        other shapes. `step`: number of the optimizer step, or EVALUATION; random numbers are a function of it."""
         given = {name: value for name, value in values.items() if name != SAMPLE_WEIGHT}
         with restore_generators(self.device):
             seed_forward(self.plan.config.seed, step, COMPARISON, self.device)
@@ -100,8 +92,7 @@ def first_pass(
 
     Args:
         forward: (number of the micro-batch, micro-batch) -> values of `forward_step`.
-        micro_batches: of a step.
-        num: how many they are.
+        num: how many micro-batches they are.
         module: whose buffers stay as they are: the second pass changes them again, as BatchNorm does.
     """
     kept = [
@@ -139,9 +130,6 @@ def widened(value: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def gather(accelerator: Accelerator, layout: Layout, rows: Tensor) -> Tensor:
-    """The values of all data-parallel ranks in the order of the samples, of shape (samples, ...).
-
-    Args:
-        rows: those of this process, of shape (micro-batches, micro_batch, ...).
-    """
+    """The values of all data-parallel ranks in the order of the samples, of shape (samples, ...). `rows`: those of this
+    process, of shape (micro-batches, micro_batch, ...)."""
     return accelerator.gather(rows[None])[:: layout.model_parallel_size].transpose(0, 1).flatten(0, 2)

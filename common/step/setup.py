@@ -75,14 +75,8 @@ class Setup:
 
 
 def compile_if_asked(model: nn.Module, plan: Plan, layers: Sequence[nn.Module] = ()) -> None:
-    """Compiles in place, to keep the names of the weights.
-
-    Args:
-        model: as a whole, unless there are layers.
-        plan: of the run.
-        layers: that FSDP2 gathers one at a time: each is compiled by itself, as torchtitan does, because gathering
-            cannot be part of a graph.
-    """
+    """Compiles a model in place, to keep the names of the weights: as a whole, or layers that FSDP2 gathers one at a
+    time each by itself, as torchtitan does, because gathering cannot be part of a graph."""
     if not plan.config.compile:
         return
     for module in layers or [model]:
