@@ -77,11 +77,7 @@ def _sizes(asked: dict[str, Any], settings: Mapping[str, int | str], number: int
 
 
 def plans(script: Path, flags: Sequence[str], cases: Sequence[Case], gpu: Gpu) -> list[Estimate | NoPlan]:
-    """A plan for each case.
-
-    Raises:
-        UsageError: the recipe ended before it called `fit`.
-    """
+    """A plan for each case. Raises UsageError if the recipe ended before it called `fit`."""
     found: dict[int, Estimate | NoPlan] = {}
     for stages in sorted({case.stages for case in cases}):  # a recipe may build another model for a pipeline
         of_stages = [*flags, "--pipeline_stages", str(stages)] if stages > 1 else flags

@@ -180,11 +180,7 @@ def _step_in(pattern: str, text: str) -> int | None:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Reads the runs in these output folders.
-
-    Raises:
-        UsageError: a folder that is not the output folder of a run, or the same folder twice.
-    """
+    """Reads the runs in these output folders. Raises UsageError for one that is no run, or is there twice."""
     for folder, number in Counter(folder.resolve() for folder in folders).items():
         if number > 1:
             raise UsageError(f"{folder} is given {number} times: use each run once")

@@ -123,11 +123,8 @@ class ParityCheck:
             self._first_pass.say(self.plan, self.accelerator.print)
 
     def take_step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
-        """`Engine.step` with the parity check. An error in a step gets its samples as a note.
-
-        Raises:
-            UsageError: the result is not that of one process, or only several processes have an error.
-        """
+        """`Engine.step` with the parity check. An error in a step gets its samples as a note. Raises UsageError if the
+        result is not that of one process, or only several processes have an error."""
 
         def samples() -> str:
             return f"step {number + 1}, {list_samples(torch.cat(self.plan.own_samples(number)).tolist())}"

@@ -223,12 +223,8 @@ class Reference:
 
 
 def take_reference(run: ReferenceRun, numbers: range, first_pass: FirstPass) -> Reference:
-    """Takes the steps with these numbers. Model, optimizer and the recipe's functions are afterwards as before.
-
-    Raises:
-        NotChecked: the check is not possible.
-        UsageError: `forward_step` does not call the model.
-    """
+    """Takes the steps with these numbers. Model, optimizer and the recipe's functions are afterwards as before. Raises
+    NotChecked if the check is not possible, and UsageError if `forward_step` does not call the model."""
     setup, values_of = run.setup, as_numbered_step(run.setup.forward_step)
     _check_possible(setup, is_resumed=numbers[0] > 0)
     num_bytes = sum(weight.nbytes for weight in setup.model.parameters())
