@@ -35,11 +35,8 @@ def at_fit(
     The recipe runs as one process on the CPU. It trains nothing and leaves no files.
 
     Args:
-        script: the recipe.
-        flags: its flags.
         function: "module:name" of a function of the question and of the arguments of `fit`; pickle can send its answer.
         question: what pickle can send.
-        variables: of its environment.
         on_meta: build models without memory: their weights have no values. If the recipe looks at these, it runs again
             with real ones, if they fit into the memory that is free.
 

@@ -19,12 +19,7 @@ def print_json(value: Any) -> None:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table: with colours and wrapped cells on a terminal, one line per row in a pipe.
-
-    Args:
-        columns: the headings.
-        rows: the cells of each row, as many as there are columns.
-    """
+    """Prints a table: with colours and wrapped cells on a terminal, one line per row in a pipe."""
     if sys.stdout.isatty():
         from rich.console import Console
         from rich.table import Table

@@ -22,17 +22,11 @@ SIZES |= {"fsdp2_expert_parallel": ["--expert_parallel", "2"]}
 
 @dataclass(frozen=True)
 class Cell:
-    """A recipe under a config.
+    """A recipe under a config."""
 
-    Attributes:
-        result: what `verify` finds, against one process.
-        flags: what the config needs beside its file.
-        line: words with which a run ends that is not supported.
-    """
-
-    result: Literal["same", "differs", "not supported"] = "same"
-    flags: tuple[str, ...] = ()
-    line: str = ""
+    result: Literal["same", "differs", "not supported"] = "same"  # what `verify` finds, against one process
+    flags: tuple[str, ...] = ()  # what the config needs beside its file
+    line: str = ""  # words with which a run ends that is not supported
 
 
 _CAUSAL = ("transformer", EXPERTS, "finetune", "preferences")

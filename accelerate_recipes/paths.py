@@ -1,6 +1,8 @@
 """Paths and numbers that a user types: each is checked before anything is computed."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -18,7 +20,7 @@ def check_new_folder(path: Path) -> None:
 def check_folder(path: Path, name: str = "") -> None:
     """Raises UsageError unless files can be written into a folder, which need not exist yet. Leaves nothing behind.
     `name`: of the flag, here and below."""
-    try:
+    with _possible(path, name, "written"):
         if path.is_symlink() and not path.exists():
             raise UsageError(f"{_named(path, name)} is a link that leads nowhere: use another")
         place = next(place for place in (path.absolute(), *path.absolute().parents) if _is_there(place))
@@ -27,42 +29,34 @@ def check_folder(path: Path, name: str = "") -> None:
             raise UsageError(f"{_named(path, name)} {what}: use another")
         with TemporaryFile(dir=place):  # tried, because not only modes forbid it
             return
-    except OSError as error:
-        raise _cannot(path, name, "written", error) from None
 
 
 def check_new_file(path: Path, name: str) -> None:
     """Raises UsageError unless a file can be written there: its folder exists, and a file at most is in its place."""
     named = _named(path, name)
-    try:
+    with _possible(path, name, "written"):
         if path.is_dir():
             raise UsageError(f"{named} is a folder: use the name of a file in it")
         if _is_there(path) and not path.is_file():  # a device must not be replaced by a file
             raise UsageError(f"{named} is not a file: use the name of a file")
         if not path.parent.is_dir():
             raise UsageError(f"{named}: there is no folder {path.parent}; create it, or use another path")
-    except OSError as error:
-        raise _cannot(path, name, "written", error) from None
     check_folder(path.parent, name)
 
 
 def write_file(path: Path, text: str, name: str = "") -> None:
     """Writes a file, or replaces it as a whole. Raises UsageError if that is impossible. `name`: of the flag."""
-    try:
+    with _possible(path, name, "written"):
         replace_file(path, text.encode(errors="replace"))
-    except OSError as error:
-        raise _cannot(path, name, "written", error) from None
 
 
 def check_file(path: Path, name: str, advice: str) -> None:
     """Raises UsageError unless there is a file that can be read. `advice`: what to type instead."""
-    try:
+    with _possible(path, name, "read"):
         if path.is_file():
             with path.open("rb"):
                 return
         what = " is a folder" if path.is_dir() else " is not a file" if _is_there(path) else ": no such file"
-    except OSError as error:
-        raise _cannot(path, name, "read", error) from None
     raise UsageError(f"{_named(path, name)}{what}; {advice}")
 
 
@@ -70,9 +64,8 @@ def text_of(path: Path, name: str, advice: str) -> str:
     """The text of a file in UTF-8. Raises UsageError if there is none."""
     check_file(path, name, advice)
     try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise _cannot(path, name, "read", error) from None
+        with _possible(path, name, "read"):
+            return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise UsageError(f"{_named(path, name)} is no text in UTF-8: {advice}") from None
 
@@ -91,8 +84,13 @@ def check_number(value: float | None, name: str, above: float = 0, why: str = ""
         raise UsageError(f"{name} {value:g}: use a number above {above:g}{why}")
 
 
-def _cannot(path: Path, name: str, what: str, error: OSError) -> UsageError:
-    return UsageError(f"{_named(path, name)} cannot be {what} ({error.strerror}): use another path")
+@contextmanager
+def _possible(path: Path, name: str, what: str) -> Iterator[None]:
+    """Turns an OSError in the `with` block into a UsageError: the path cannot be "read" or "written"."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{_named(path, name)} cannot be {what} ({error.strerror}): use another path") from None
 
 
 def _named(path: Path, name: str) -> str:

@@ -25,35 +25,22 @@ class RunError(Exception):
 
 @dataclass(frozen=True)
 class Edit:
-    """A change of a config file of Accelerate.
+    """A change of a config file of Accelerate."""
 
-    Attributes:
-        key: as Accelerate calls it; in a section, the file may leave out the prefix.
-        value: the new value; None removes the key, if the file has it.
-        section: with the key; empty at the top of the file.
-    """
-
-    key: str
-    value: Any = None
-    section: str = ""
+    key: str  # as Accelerate calls it; in a section, the file may leave out the prefix
+    value: Any = None  # the new value; None removes the key, if the file has it
+    section: str = ""  # with the key; empty at the top of the file
 
 
 @dataclass(eq=False, repr=False)
 class UsageError(RunError):
     """A mistake of the user. Its message is `what: instead`, plus `beside`; callers that do not split it pass the
-    whole message as `what`.
+    whole message as `what`."""
 
-    Attributes:
-        what: what is wrong: what was given and what was expected.
-        instead: what to type or to do instead.
-        edits: the same as changes of the config file, where the user need not decide: `doctor --fix` makes them.
-        beside: what else to do, or in place of it: "or ...", "and ...", "as in ..." or another sentence.
-    """
-
-    what: str
-    instead: str = ""
-    edits: Sequence[Edit] = ()
-    beside: str = ""
+    what: str  # is wrong: what was given and what was expected
+    instead: str = ""  # what to type or to do instead
+    edits: Sequence[Edit] = ()  # of the config file, where the user need not decide: `doctor --fix` makes them
+    beside: str = ""  # what else to do, or in place of it: "or ...", "and ...", "as in ..." or another sentence
 
     exit_code = 2
     label = "error"

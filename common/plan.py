@@ -75,28 +75,17 @@ class Plan:
     """Which samples each step uses, and when the run logs, evaluates and saves.
 
     It depends only on the config and the number of samples; the number of processes only divides the samples.
-
-    Attributes:
-        layout: how the processes share the samples.
-        num_samples: size of the training set.
-        micro_batch_size: samples per forward pass per process.
-        accumulation: forward passes per optimizer step.
-        steps_per_epoch: optimizer steps per pass over the data. The remaining samples are dropped:
-            different ones each epoch, because the order changes.
-        num_steps: optimizer steps of the whole run.
-        schedule: the recipe's own schedule; None for `--lr_schedule`.
-        sampler: the recipe's own order of samples; None for a random permutation in each epoch.
     """
 
     config: RunConfig
-    layout: Layout
-    num_samples: int
-    micro_batch_size: int
-    accumulation: int
-    steps_per_epoch: int
-    num_steps: int
-    schedule: ScheduleFn | None = None
-    sampler: Sampler | None = None
+    layout: Layout  # how the processes share the samples
+    num_samples: int  # size of the training set
+    micro_batch_size: int  # samples per forward pass per process
+    accumulation: int  # forward passes per optimizer step
+    steps_per_epoch: int  # the samples that remain are dropped: others each epoch, because the order changes
+    num_steps: int  # optimizer steps of the whole run
+    schedule: ScheduleFn | None = None  # the recipe's own schedule; None for `--lr_schedule`
+    sampler: Sampler | None = None  # the recipe's own order of samples; None for a random permutation in each epoch
 
     @classmethod
     def of(

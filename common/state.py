@@ -13,23 +13,14 @@ def lower_is_better(metric: str) -> bool:
 
 @dataclass
 class TrainState:
-    """The state of a run; saved in checkpoints, restored on resume.
+    """The state of a run; saved in checkpoints, restored on resume."""
 
-    Attributes:
-        step: optimizer steps taken.
-        num_skipped: steps that the loss scaler skipped; they do not advance the schedule.
-        evaluation_due: whether a stop request ended the evaluation after this step.
-        best: the best value so far of `best_metric`.
-        best_metric: `--metric_for_best_model`.
-        num_not_better: evaluations since the best one.
-    """
-
-    step: int = 0
-    num_skipped: int = 0
-    evaluation_due: bool = False
-    best: float | None = None
-    best_metric: str | None = None
-    num_not_better: int = 0
+    step: int = 0  # optimizer steps taken
+    num_skipped: int = 0  # steps that the loss scaler skipped; they do not advance the schedule
+    evaluation_due: bool = False  # whether a stop request ended the evaluation after this step
+    best: float | None = None  # the best value so far of `best_metric`
+    best_metric: str | None = None  # `--metric_for_best_model`
+    num_not_better: int = 0  # evaluations since the best one
 
     def records_best(self, metric: str, value: float) -> bool:
         """Records the value of an evaluation; returns whether it is the best so far."""

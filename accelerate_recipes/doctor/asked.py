@@ -28,16 +28,11 @@ _INHERITED = re.compile("ACCELERATE_|FSDP_|PARALLELISM_CONFIG_|TORCHELASTIC_|MAS
 
 
 class Answer(TypedDict):
-    """What a run would refuse.
+    """What a run would refuse."""
 
-    Attributes:
-        refusals: of the loop.
-        of_the_launcher: the lines of those of `accelerate launch`.
-        facts: of the recipe: its num_workers, the sample_bytes of the tensors of a sample, its micro_batch_size.
-    """
-
-    refusals: list[UsageError]
-    of_the_launcher: list[str]
+    refusals: list[UsageError]  # of the loop
+    of_the_launcher: list[str]  # the lines of those of `accelerate launch`
+    # of the recipe: its num_workers, the sample_bytes of the tensors of a sample, its micro_batch_size
     facts: dict[str, int]
 
 
@@ -98,7 +93,6 @@ def refusals_of(
         setup: from `of_any_size`; None: asks about the config file alone.
         config: the flags of the run.
         path: of the config file.
-        has_gpu: whether the machine has one.
         likely: flags for what the file should say.
         takes_passes: whether to take passes of the model.
     """

@@ -20,17 +20,11 @@ PREFIXES = {"fsdp_config": "fsdp_", "fp8_config": "fp8_", "dynamo_config": "dyna
 
 @dataclass(frozen=True)
 class Config:
-    """A config file on a machine.
+    """A config file on a machine."""
 
-    Attributes:
-        path: of the file.
-        values: its content.
-        machine: the machine to run it on.
-    """
-
-    path: Path
-    values: dict[str, Any]
-    machine: Machine
+    path: Path  # of the file
+    values: dict[str, Any]  # its content
+    machine: Machine  # to run it on
 
     @property
     def is_local(self) -> bool:

@@ -31,11 +31,8 @@ def write(config: Config) -> None:
 
 
 def fixed(config: Config, look: Callable[[Config], Iterable[Finding]]) -> tuple[Config, list[Finding], list[Finding]]:
-    """Makes one edit after the other until no finding has any.
-
-    Args:
-        config: a config file; it stays as it is.
-        look: the findings of a config, of which the first come without a look at the rest.
+    """Makes one edit after the other, in a copy, until no finding has any. `look`: the findings of a config; the first
+    come without a look at the rest.
 
     Returns:
         The fixed config, the findings whose edits were made, and those that are left to the user.

@@ -25,44 +25,27 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class GPU:
-    """An accelerator that torch can use.
-
-    Attributes:
-        memory: in bytes.
-        has_bf16: whether it computes in bf16 itself, without emulation.
-    """
+    """An accelerator that torch can use."""
 
     name: str
-    memory: int
-    has_bf16: bool = True
+    memory: int  # in bytes
+    has_bf16: bool = True  # whether it computes in bf16 itself, without emulation
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The facts of a machine. Sizes are in bytes.
+    """The facts of a machine. Sizes are in bytes."""
 
-    Attributes:
-        memory, free_memory: of the machine, or less where a container limits it.
-        shared_memory: of /dev/shm; None where there is none.
-        gpus: all that torch can use.
-        why_no_gpu: why torch cannot use an NVIDIA GPU that is there.
-        open_files: limit of a process; None: unlimited.
-        mpirun: its path; None where not found.
-        versions: {package: version} of those of `PACKAGES` that are installed.
-        default_config: Accelerate's default config file.
-        default_values: its content.
-    """
-
-    memory: int
+    memory: int  # of the machine, or less where a container limits it
     free_memory: int
-    shared_memory: int | None
-    gpus: tuple[GPU, ...] = ()
-    why_no_gpu: str | None = None
-    open_files: int | None = None
-    mpirun: str | None = None
-    versions: dict[str, str]
-    default_config: Path | None = None
-    default_values: dict[str, Any] = field(default_factory=dict)
+    shared_memory: int | None  # of /dev/shm; None where there is none
+    gpus: tuple[GPU, ...] = ()  # all that torch can use
+    why_no_gpu: str | None = None  # why torch cannot use an NVIDIA GPU that is there
+    open_files: int | None = None  # limit of a process; None: unlimited
+    mpirun: str | None = None  # its path; None where not found
+    versions: dict[str, str]  # {package: version} of those of `PACKAGES` that are installed
+    default_config: Path | None = None  # Accelerate's default config file
+    default_values: dict[str, Any] = field(default_factory=dict)  # its content
 
     def rows(self) -> list[tuple[str, str]]:
         """The facts as a table of names and values, with those that no rule needs."""

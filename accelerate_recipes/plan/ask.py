@@ -24,24 +24,15 @@ SECTIONS = ("fsdp", "parallelism", "deepspeed", "fp8", "dynamo")  # a key that s
 
 @dataclass(frozen=True)
 class Case:
-    """What to plan for.
+    """What to plan for."""
 
-    Attributes:
-        config: a config file.
-        num_processes, num_machines: instead of the file's; None keeps them.
-        settings: {key of the file: value} instead of the file's.
-        stages: of a pipeline.
-        flags: {flag of the recipe: value} instead of those on the command line.
-        kind: the first case of its kind that fits is enough; None: an answer is needed.
-    """
-
-    config: Path
-    num_processes: int | None = None
-    num_machines: int | None = None
-    settings: Mapping[str, int | str] = field(default_factory=dict)
-    stages: int = 1
-    flags: dict[str, int] = field(default_factory=dict)
-    kind: int | None = None
+    config: Path  # a config file
+    num_processes: int | None = None  # instead of the file's; None keeps it
+    num_machines: int | None = None  # as that
+    settings: Mapping[str, int | str] = field(default_factory=dict)  # {key of the file: value} instead of the file's
+    stages: int = 1  # of a pipeline
+    flags: dict[str, int] = field(default_factory=dict)  # {flag of the recipe: value} instead of the command line's
+    kind: int | None = None  # the first case of its kind that fits is enough; None: an answer is needed
 
     def write(self, folder: Path) -> tuple[Path, dict[str, int]]:
         """(a config file for this case, what it has other than the file given, beside the number of processes). Raises
@@ -86,11 +77,7 @@ def _sizes(asked: dict[str, Any], settings: Mapping[str, int | str], number: int
 
 
 def plans(script: Path, flags: Sequence[str], cases: Sequence[Case], gpu: Gpu) -> list[Estimate | NoPlan]:
-    """A plan for each case.
-
-    Raises:
-        UsageError: the recipe ended before it called `fit`.
-    """
+    """A plan for each case. Raises UsageError if the recipe ended before it called `fit`."""
     found: dict[int, Estimate | NoPlan] = {}
     for stages in sorted({case.stages for case in cases}):  # a recipe may build another model for a pipeline
         of_stages = [*flags, "--pipeline_stages", str(stages)] if stages > 1 else flags
@@ -120,8 +107,8 @@ def _plan(ends: list[Facts | NoPlan], gpu: Gpu, config: str, settings: dict[str,
     """One plan from the answers of the first stage and the last."""
     if wrong := next((end for end in ends if isinstance(end, NoPlan)), None):
         return replace(wrong, config=config, settings=settings)
-    facts = [end for end in ends if isinstance(end, Facts)]
-    run, steps = facts[0].run, [divide(each.step, each.run) for each in facts]
+    facts = [end for end in ends if not isinstance(end, NoPlan)]
+    run, steps = facts[0][0], [divide(step, run) for run, step in facts]
     largest = max(steps, key=lambda step: step.peak)
     slowest = max(steps, key=lambda step: _seconds_of_step(run, step, gpu, run.num_processes)[0])
     sent, more = num_sent(largest.first, run.per_machine), num_sent(largest.more, run.per_machine)

@@ -37,7 +37,7 @@ def measure(question: tuple[Gpu, list[Case]], *arguments: Any, **options: Any) -
             answers.append([NOT_ASKED])
             continue
         answers.append([_answer(case, last, gpu, arguments, options) for last in (False, True)[: case.stages]])
-        steps = [getattr(end, "step", None) for end in answers[-1]]
+        steps = [None if isinstance(end, NoPlan) else end[1] for end in answers[-1]]
         if all(step and not step.zero and step.peak <= gpu.usable for step in steps):
             found.add(case.kind)
     return answers
@@ -85,7 +85,7 @@ def _measure(case: Case, last: bool, gpu: Gpu, *arguments: Any, **options: Any) 
     if offloads:  # to the CPU's memory: a GPU holds what is gathered
         peak = max(step.peak - step.weights - step.gradients - step.optimizer, step.forward)
         step = replace(step, weights=0, gradients=0, optimizer=0, peak=peak)
-    return Facts(run, step)
+    return run, step
 
 
 def _run(setup: Setup, check_steps: int, why_not_checked: str | None) -> RunFacts:

@@ -13,17 +13,12 @@ class Group(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """What processes do together, such as "all_reduce".
-
-    Attributes:
-        num_bytes: of the whole tensor.
-        beside: whether the program goes on while it runs.
-    """
+    """What processes do together, such as "all_reduce"."""
 
     kind: str
-    num_bytes: float
+    num_bytes: float  # of the whole tensor
     group: Group
-    beside: bool
+    beside: bool  # whether the program goes on while it runs
 
 
 Event = float | Collective  # seconds of computation, or a collective
@@ -31,51 +26,32 @@ Event = float | Collective  # seconds of computation, or a collective
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The arithmetic of a run.
+    """The arithmetic of a run."""
 
-    Attributes:
-        layout: its title.
-        num_processes: on all machines.
-        precision: "float32", "bf16" or "fp16".
-        data_parallel: ranks with different samples.
-        batch_size, micro_batch_size: samples of a step, and of a forward pass of a process.
-        accumulation: forward passes of a process in a step.
-        stages: of a pipeline.
-        idle: share of the time of a step in which a stage waits, by the schedule of a pipeline.
-        live: micro-batches whose activations a process of a pipeline holds at most; of that which holds most.
-        num_samples: of the training set.
-        save_every: steps; 0: no checkpoints.
-        learning_rates: {step, from 0: rate}, for steps that show the schedule; JSON has no other keys than text.
-        tf32: whether float32 products use TF32.
-        flops_per_sample, tokens_per_sample: what the recipe gave to `fit`.
-        check_steps: first steps to compare with one process; 0: none.
-        longest_check: seconds; a longer comparison is not made.
-        why_not_checked: another reason for none.
-    """
-
-    layout: str
-    num_processes: int
+    layout: str  # its title
+    num_processes: int  # on all machines
     num_machines: int
-    precision: str
-    data_parallel: int
-    batch_size: int
-    micro_batch_size: int
-    accumulation: int
-    stages: int
-    idle: float
-    live: float
+    precision: str  # "float32", "bf16" or "fp16"
+    data_parallel: int  # ranks with different samples
+    batch_size: int  # samples of a step
+    micro_batch_size: int  # of a forward pass of a process
+    accumulation: int  # forward passes of a process in a step
+    stages: int  # of a pipeline
+    idle: float  # share of the time of a step in which a stage waits, by the schedule of a pipeline
+    live: float  # micro-batches whose activations a process of a pipeline holds at most; of that which holds most
     num_steps: int
     steps_per_epoch: int
-    num_samples: int
-    save_every: int
+    num_samples: int  # of the training set
+    save_every: int  # steps; 0: no checkpoints
     keep_checkpoints: int
+    # {step, from 0: rate}, for steps that show the schedule; JSON has no other keys than text
     learning_rates: dict[str, float]
-    tf32: bool
-    flops_per_sample: float | None
-    tokens_per_sample: float | None
-    check_steps: int
-    longest_check: float
-    why_not_checked: str | None
+    tf32: bool  # whether float32 products use TF32
+    flops_per_sample: float | None  # what the recipe gave to `fit`
+    tokens_per_sample: float | None  # as that
+    check_steps: int  # first steps to compare with one process; 0: none
+    longest_check: float  # seconds; a longer comparison is not made
+    why_not_checked: str | None  # another reason for none
 
     @property
     def per_machine(self) -> int:
@@ -94,59 +70,37 @@ class Zero:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What a process holds, in bytes, and does in a step.
+    """What a process holds, in bytes, and does in a step."""
 
-    Attributes:
-        zero: under DeepSpeed alone.
-        slots_per_weight: bytes of the optimizer's state for a byte of the weights that it trains.
-        forward: what a forward pass adds; 0 in a pipeline.
-        peak: the most that it holds.
-        first, more: the events with some micro-batches, and with more.
-        flops: floating-point operations.
-        passes: how often a step does what `more` adds to `first`.
-        saved: bytes of a checkpoint.
-    """
-
-    zero: Zero | None
+    zero: Zero | None  # under DeepSpeed alone
     weights: float
     gradients: float
     optimizer: float
-    slots_per_weight: float
-    forward: float
-    peak: float
-    first: list[Event]
-    more: list[Event]
-    flops: float
-    passes: int
-    saved: int
+    slots_per_weight: float  # bytes of the optimizer's state for a byte of the weights that it trains
+    forward: float  # what a forward pass adds; 0 in a pipeline
+    peak: float  # the most that it holds
+    first: list[Event]  # the events with some micro-batches
+    more: list[Event]  # and with more
+    flops: float  # floating-point operations
+    passes: int  # how often a step does what `more` adds to `first`
+    saved: int  # bytes of a checkpoint
 
     def whole(self, first: float, more: float) -> float:
         """A number of the whole step, from those of `first` and `more`."""
         return first + self.passes * (more - first)
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What a dry run finds."""
-
-    run: RunFacts
-    step: StepFacts
+Facts = tuple[RunFacts, StepFacts]  # what a dry run finds
 
 
 @dataclass(frozen=True)
 class NoPlan:
-    """A config without a plan.
+    """A config without a plan."""
 
-    Attributes:
-        refused: the lines with which the run would end.
-        failed: why there was no dry run.
-        config, settings: as in Estimate.
-    """
-
-    refused: list[str] | None = None
-    failed: str | None = None
-    config: str = ""
-    settings: dict[str, int] | None = None
+    refused: list[str] | None = None  # the lines with which the run would end
+    failed: str | None = None  # why there was no dry run
+    config: str = ""  # as in Estimate
+    settings: dict[str, int] | None = None  # as that
 
     def as_json(self) -> dict[str, Any]:
         """What is known."""
@@ -155,24 +109,17 @@ class NoPlan:
 
 @dataclass(frozen=True)
 class Speed:
-    """How long a run takes on so many processes.
-
-    Attributes:
-        seconds, waits: of a step, and of these those in which a process waits for others.
-        mfu: the share of the GPU's peak rate.
-        hours, gpu_hours: of the run.
-        efficiency: of a step, against the first row of a scaling curve.
-    """
+    """How long a run takes on so many processes."""
 
     num_processes: int
-    seconds: float
-    waits: float
+    seconds: float  # of a step
+    waits: float  # of these, those in which a process waits for others
     samples_per_second: float
     tokens_per_second_per_gpu: float | None
-    mfu: float
-    hours: float
+    mfu: float  # the share of the GPU's peak rate
+    hours: float  # of the run
     gpu_hours: float
-    efficiency: float = 1.0
+    efficiency: float = 1.0  # of a step, against the first row of a scaling curve
 
 
 @dataclass(frozen=True)
@@ -185,25 +132,16 @@ class Sent:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run will take.
-
-    Attributes:
-        step: in a pipeline of the stage that holds most, with the events of the slowest.
-        sent: in a step.
-        fits: whether the peak fits into the GPU's memory.
-        check_seconds: that one process takes for the first steps.
-        config: its name.
-        settings: {key of the config: size}, changed by the number of processes.
-    """
+    """What a run will take."""
 
     run: RunFacts
-    step: StepFacts
+    step: StepFacts  # in a pipeline of the stage that holds most, with the events of the slowest
     speed: Speed
-    sent: Sent
-    fits: bool
-    check_seconds: float
-    config: str
-    settings: dict[str, int]
+    sent: Sent  # in a step
+    fits: bool  # whether the peak fits into the GPU's memory
+    check_seconds: float  # that one process takes for the first steps
+    config: str  # its name
+    settings: dict[str, int]  # {key of the config: size}, changed by the number of processes
 
     def as_json(self) -> dict[str, Any]:
         """All numbers in one mapping, without events."""

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -131,18 +132,15 @@ class Replica(DistributedDataParallel):
         self._flat = [torch.empty(sum(weight.numel() for weight in bucket)) for bucket in self._buckets]
         for index, (bucket, flat) in enumerate(zip(self._buckets, self._flat)):
             for weight, view in zip(bucket, flat.split([weight.numel() for weight in bucket])):
-                weight.register_post_accumulate_grad_hook(self._arrival_hook(index, view.view_as(weight)))
+                weight.register_post_accumulate_grad_hook(partial(self._receive, index, view.view_as(weight)))
 
-    def _arrival_hook(self, index: int, view: Tensor) -> Callable[[Any], None]:
-        def hook(weight: Any) -> None:
-            weight.grad = view.copy_(weight.grad)
-            self._missing[index] -= 1
-            if self._missing[index] == 0:
-                self._missing[index] = len(self._buckets[index])
-                if self.sends:
-                    dist.all_reduce(self._flat[index], async_op=True)
-
-        return hook
+    def _receive(self, index: int, view: Tensor, weight: Any) -> None:
+        weight.grad = view.copy_(weight.grad)
+        self._missing[index] -= 1
+        if self._missing[index] == 0:
+            self._missing[index] = len(self._buckets[index])
+            if self.sends:
+                dist.all_reduce(self._flat[index], async_op=True)
 
     def forward(self, *args: Any, **named: Any) -> Any:
         return self.module(*args, **named)
@@ -155,11 +153,8 @@ class Replica(DistributedDataParallel):
 
 
 def make_fake(model: nn.Module, optimizer: torch.optim.Optimizer | None, dtype: torch.dtype | None) -> None:
-    """Gives model and optimizer weights and buffers without data; a FakeTensorMode is active.
-
-    Args:
-        dtype: of floating-point weights; None keeps their own.
-    """
+    """Gives model and optimizer weights and buffers without data; a FakeTensorMode is active. `dtype`: of
+    floating-point weights; None keeps their own."""
     made: dict[int, Any] = {}
     owners: list[Any] = []  # the id of a tensor that has ended may be given again
 

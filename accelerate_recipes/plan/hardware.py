@@ -13,33 +13,24 @@ TABLE = Path(__file__).parent / "hardware.json"
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, and what programs reach of its rates.
-
-    Attributes:
-        flops_16, flops_tf32, flops_32: operations per second in bf16 or fp16, TF32, and float32; peaks.
-        memory_gb: 10^9 bytes of memory. memory_rate: bytes per second; a peak.
-        link, network: bytes per second that it sends to others of its machine, and to other machines; peaks.
-        flops, memory: shares of the peaks that programs reach. reached_link, reached_network: of the links.
-        launch, link_latency, network_latency: seconds of each operation, and of each part of a collective.
-        reserved_gb: 10^9 bytes of memory that tensors cannot use: the CUDA context, NCCL, gaps.
-    """
+    """A GPU, and what programs reach of its rates."""
 
     name: str
-    flops_16: float
+    flops_16: float  # operations per second in bf16 or fp16; a peak, as the rates below
     flops_tf32: float
     flops_32: float
-    memory_gb: float
-    memory_rate: float
-    link: float
-    network: float
-    flops: float
-    memory: float
+    memory_gb: float  # 10^9 bytes of memory
+    memory_rate: float  # bytes per second
+    link: float  # bytes per second that it sends to others of its machine
+    network: float  # to other machines
+    flops: float  # share of the peak that programs reach
+    memory: float  # the same of memory_rate, and below of the links
     reached_link: float
     reached_network: float
-    launch: float
-    link_latency: float
+    launch: float  # seconds of each operation
+    link_latency: float  # seconds of each part of a collective
     network_latency: float
-    reserved_gb: float
+    reserved_gb: float  # 10^9 bytes of memory that tensors cannot use: the CUDA context, NCCL, gaps
 
     @property
     def usable(self) -> float:
@@ -51,27 +42,17 @@ class Gpu:
         return self.flops_16 if is_16 else self.flops_tf32 if tf32 else self.flops_32
 
     def seconds(self, flops: float, moved: int, is_16: bool, tf32: bool) -> float:
-        """Time of an operation: the roofline (Williams et al. 2009), and at least the time to start it.
-
-        Args:
-            flops: floating-point operations.
-            moved: bytes that it reads and writes.
-            is_16: whether it computes in bf16 or fp16.
-            tf32: whether float32 products use TF32.
-        """
+        """Time of an operation that moves so many bytes: the roofline (Williams et al. 2009), and at least the time to
+        start it. `is_16`: whether it computes in bf16 or fp16; `tf32`: whether float32 products use TF32."""
         return max(flops / (self.peak(is_16, tf32) * self.flops), moved / (self.memory_rate * self.memory), self.launch)
 
 
 def read(name: str, memory_gb: float | None = None, table: Path | None = None) -> Gpu:
-    """Reads a GPU's rates.
+    """Reads a GPU's rates. Raises UsageError for no such GPU or file, or too little memory.
 
     Args:
-        name: of a GPU in the table.
-        memory_gb: its memory, if it differs from the table's.
+        memory_gb: if it differs from the table's.
         table: a JSON file in the form of hardware.json; None: that file.
-
-    Raises:
-        UsageError: no such GPU or file, or too little memory.
     """
     text = text_of(table or TABLE, "--hardware", f"copy {TABLE}")
     try:

@@ -35,17 +35,11 @@ from accelerate_recipes.plan.tracker import Tracker
 
 @dataclass
 class DryRun:
-    """Some steps of a run.
+    """Some steps of a run."""
 
-    Attributes:
-        setup: of the run.
-        gpu: for the time of operations.
-        last: whether this is the last process, and not the first.
-    """
-
-    setup: Setup
-    gpu: Gpu
-    last: bool
+    setup: Setup  # of the run
+    gpu: Gpu  # for the time of operations
+    last: bool  # whether this is the last process, and not the first
 
     def measure(self) -> StepFacts:
         """What a process holds and does.
@@ -76,9 +70,8 @@ class DryRun:
 
     def _batches(self) -> list[dict[str, Any]]:
         """The first micro-batches of this process, with their data; all others follow from these."""
-        plan, train_set = self.setup.plan, self.setup.train_set
-        assert train_set is not None
-        stream = batches(train_set, plan.micro_batches(0), torch.device("cpu"), plan.config)
+        plan = self.setup.plan
+        stream = batches(self.setup.train_set, plan.micro_batches(0), torch.device("cpu"), plan.config)
         return [next(stream) for _ in range(self._numbers[1])]
 
     @property

@@ -37,21 +37,13 @@ ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_
 
 
 class Tracker(TorchDispatchMode):
-    """Active in a `with` block. Values that a program reads are made up: 1.
-
-    Attributes:
-        held: bytes of all live tensors that were made in the block.
-        peak: the most that were held since `peak` was set.
-        events: in the order of the program.
-        flops: floating-point operations.
-        num_draws: operations that drew random numbers.
-    """
+    """Active in a `with` block. Values that a program reads are made up: 1."""
 
     def __init__(self, gpu: Gpu, tf32: bool, experts: int = 1):
         super().__init__()
-        self.held = self.peak = 0
-        self.events: list[Event] = []
-        self.flops, self.num_draws = 0.0, 0
+        self.held = self.peak = 0  # bytes of all live tensors that were made in the block, and the most in `track`
+        self.events: list[Event] = []  # in the order of the program
+        self.flops, self.num_draws = 0.0, 0  # floating-point operations, and those that drew random numbers
         self._gpu, self._tf32, self._experts = gpu, tf32, experts
         self._sizes: dict[int, int] = {}  # {storage: its bytes}
 
@@ -102,10 +94,7 @@ class Tracker(TorchDispatchMode):
         if key not in self._sizes:
             self._sizes[key] = storage.nbytes()
             self._add(self._sizes[key])
-            weakref.finalize(storage, self._drop, key)
-
-    def _drop(self, key: int) -> None:
-        self._add(-self._sizes.pop(key, 0))
+            weakref.finalize(storage, lambda: self._add(-self._sizes.pop(key, 0)))
 
     def _add(self, size: int) -> None:
         self.held += size

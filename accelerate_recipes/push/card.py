@@ -13,16 +13,8 @@ from accelerate_recipes.templates import render
 
 
 def write_model_card(output_dir: Path, card: dict[str, Any], name: str) -> None:
-    """Writes `model/README.md` from the records of a run that is done.
-
-    Args:
-        output_dir: of the run. Its `certificate.md`, if there is one, becomes a part of the model card.
-        card: the run card.
-        name: of the repository on the Hub.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Writes `model/README.md` from the records of a run that is done, and its `certificate.md`, if there is one.
+    `card`: of the run; `name`: of the repository on the Hub. Raises OSError if the file cannot be written."""
     model, config, certificate = output_dir / "model", card["config"], output_dir / "certificate.md"
     records = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_bytes().splitlines()]
     metrics = sorted({key.removeprefix("eval/") for record in records for key in record if key.startswith("eval/")})
@@ -36,6 +28,7 @@ def write_model_card(output_dir: Path, card: dict[str, Any], name: str) -> None:
         datasets=[config["data"]] if is_on_hub else None,
         metrics=metrics,
     )
+    given = {name: value for name, value in config.items() if name not in NOT_COMPARED and value is not None}
     text = render(
         "model_card.md",
         front_matter=front_matter.to_yaml(),
@@ -47,7 +40,7 @@ def write_model_card(output_dir: Path, card: dict[str, Any], name: str) -> None:
         is_adapter=is_adapter,
         writes=writes,
         architectures=architectures,
-        flags=_flags(config),
+        flags=yaml.safe_dump(given, sort_keys=False, allow_unicode=True),
         certificate=certificate.read_text(encoding="utf-8") if certificate.exists() else "",
     )
     (model / "README.md").write_text(text, encoding="utf-8")
@@ -65,8 +58,3 @@ def _results(records: list[dict[str, Any]], metric: str) -> list[tuple[int, floa
     """The last and the best (step, value) of a metric."""
     curve = [(record["step"], record.get(metric)) for record in records]
     return [point for point in (last(curve), best(metric, curve)) if point is not None]
-
-
-def _flags(config: dict[str, Any]) -> str:
-    given = {name: value for name, value in config.items() if name not in NOT_COMPARED and value is not None}
-    return yaml.safe_dump(given, sort_keys=False, allow_unicode=True)

@@ -24,40 +24,24 @@ Curve = list[tuple[int, float | None]]  # (step, value); None: the record has no
 
 @dataclass(frozen=True)
 class Event:
-    """A start or an end of an attempt that is not the plain start or end of a run.
+    """A start or an end of an attempt that is not the plain start or end of a run."""
 
-    Attributes:
-        kind: resumed, restarted (from step 0), stopped or failed.
-        attempt: its number, counted from 1.
-        step: where it happened; None if the run card does not say.
-        text: what happened.
-    """
-
-    kind: str
-    attempt: int
-    step: int | None
-    text: str
+    kind: str  # resumed, restarted (from step 0), stopped or failed
+    attempt: int  # its number, counted from 1
+    step: int | None  # where it happened; None if the run card does not say
+    text: str  # what happened
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run, from its output folder.
+    """A run, from its output folder."""
 
-    Attributes:
-        name: unique among the runs of a report.
-        folder: the output folder, as the user typed it.
-        card: the run card; empty if there is none.
-        records: sorted by step; all values except "step" are finite numbers or None.
-        num_damaged: lines that are not records.
-        changed: when the records last changed, in seconds since 1970.
-    """
-
-    name: str
-    folder: Path
-    card: dict[str, Any]
-    records: list[dict[str, Any]]
-    num_damaged: int
-    changed: float
+    name: str  # unique among the runs of a report
+    folder: Path  # the output folder, as the user typed it
+    card: dict[str, Any]  # the run card; empty if there is none
+    records: list[dict[str, Any]]  # sorted by step; all values except "step" are finite numbers or None
+    num_damaged: int  # lines that are not records
+    changed: float  # when the records last changed, in seconds since 1970
 
     @property
     def config(self) -> dict[str, Any]:
@@ -196,11 +180,7 @@ def _step_in(pattern: str, text: str) -> int | None:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Reads the runs in these output folders.
-
-    Raises:
-        UsageError: a folder that is not the output folder of a run, or the same folder twice.
-    """
+    """Reads the runs in these output folders. Raises UsageError for one that is no run, or is there twice."""
     for folder, number in Counter(folder.resolve() for folder in folders).items():
         if number > 1:
             raise UsageError(f"{folder} is given {number} times: use each run once")

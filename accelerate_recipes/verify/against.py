@@ -13,19 +13,15 @@ from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.console import print_json
 from accelerate_recipes.paths import check_file, check_new_file, text_of, write_file
 from accelerate_recipes.verify.certificate import versions
-from accelerate_recipes.verify.compare import Compared, Difference, compared, noise_floor, of_all_steps
+from accelerate_recipes.verify.compare import Compared, Difference, Trace, compared, noise_floor, of_all_steps
 from accelerate_recipes.verify.runs import Launch, recording
-from accelerate_recipes.verify.trace import Trace
 from accelerate_recipes.verify.watch import watch
 
 
 def record(script: Path, flags: list[str], steps: int, file: Path, accelerate: bool, as_json: bool) -> int:
     """Writes the first steps of one process into a file, as JSON, with how far rounding moves them. Takes what is given
-    to the command, and returns its exit code.
-
-    Raises:
-        UsageError: the script does not run, or the file cannot be written.
-    """
+    to the command, and returns its exit code. Raises UsageError if the script does not run, or the file cannot be
+    written."""
     check_new_file(file, "--record")
     with TemporaryDirectory(prefix="verify_") as scratch:
         moved = None
@@ -54,16 +50,12 @@ def record(script: Path, flags: list[str], steps: int, file: Path, accelerate: b
 
 
 def run(script: Path, certificate: Path, as_json: bool) -> int:
-    """Runs a script in one process with the flags of a record, and prints each step beside that of then.
-
-    Args:
-        certificate: what `record` wrote, or certificate.json of an earlier `verify`.
+    """Runs a script in one process with the flags of a record, or of certificate.json of an earlier `verify`. Prints
+    each step beside that of then. Raises UsageError for no such record, or one without the losses, or if the script
+    does not run.
 
     Returns:
         the exit code: 0 if all values agree to 1e-5, or to ten times what rounding changes, otherwise 1.
-
-    Raises:
-        UsageError: no such record, or one without the losses; or the script does not run.
     """
     content, then = _read(certificate)
     flags = then.facts["flags"]

@@ -4,18 +4,12 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import chain, zip_longest
 
-from accelerate_recipes.verify.compare import Difference
-from accelerate_recipes.verify.trace import Trace
+from accelerate_recipes.verify.compare import Difference, Trace
 
 
 def likely_cause(difference: Difference, found_by_check: str | None, said: Sequence[str]) -> str:
-    """One line about the most likely cause of a difference, and what to do.
-
-    Args:
-        difference: of a run from one process.
-        found_by_check: the likely cause that a run named, whose own check ended it.
-        said: the lines of runs about what their results depend on.
-    """
+    """One line about the most likely cause of a difference, and what to do. `found_by_check`: what a run named that its
+    own check ended; `said`: the lines of runs about what their results depend on."""
     if difference.learning_rate:
         return (
             "the learning rate depends on the number of processes: set it without asking how many there are; "

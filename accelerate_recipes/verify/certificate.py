@@ -22,25 +22,15 @@ _PACKAGES = ("torch", "accelerate", "transformers", "tokenizers", "datasets", "d
 
 @dataclass(frozen=True)
 class Row:
-    """One run.
+    """One run."""
 
-    Attributes:
-        name: the config, and what was done to the run.
-        processes: their number; None if the run did not start.
-        difference: from the reference.
-        refusal: the line with which the recipe refused the config.
-        failure: why the run failed.
-        note: what else there is to say.
-        checked_steps: how many of its first steps the run itself compared with one process.
-    """
-
-    name: str
-    processes: int | None
-    difference: Difference | None = None
-    refusal: str | None = None
-    failure: str | None = None
-    note: str = ""
-    checked_steps: int = 0
+    name: str  # the config, and what was done to the run
+    processes: int | None  # their number; None if the run did not start
+    difference: Difference | None = None  # from the reference
+    refusal: str | None = None  # the line with which the recipe refused the config
+    failure: str | None = None  # why the run failed
+    note: str = ""  # what else there is to say
+    checked_steps: int = 0  # how many of its first steps the run itself compared with one process
 
     @property
     def found_by_check(self) -> bool:
@@ -86,13 +76,9 @@ class Row:
 
 @dataclass
 class Certificate:
-    """The runs of a script: prints a row for each as it comes, since a run takes seconds, and writes all at the end.
+    """The runs of a script: prints a row for each as it comes, since a run takes seconds, and writes all at the end."""
 
-    Attributes:
-        folder, script, flags, steps, as_json, configs: those of the command.
-    """
-
-    folder: Path
+    folder: Path  # this and what follows to `configs`: those of the command
     script: Path
     flags: list[str]
     steps: int
@@ -119,13 +105,8 @@ class Certificate:
 
     def write(self, cause: str | None, gap: str | None = None, reference: dict[str, Any] | None = None) -> int:
         """Writes certificate.json and certificate.md, and prints the result. Returns the exit code: 0 if all runs that
-        are supported are the same, otherwise 1.
-
-        Args:
-            cause: the likely cause of a difference.
-            gap: what these runs cannot show.
-            reference: the losses of one process, for `--against`.
-        """
+        are supported are the same, otherwise 1. `cause`: the likely one of a difference; `gap`: what these runs cannot
+        show; `reference`: the losses of one process, for `--against`."""
         num_bad = sum(row.is_bad for row in self.rows)
         content: dict[str, Any] = {
             "script": str(self.script),

@@ -27,19 +27,12 @@ NOT_CHECKED = "are not checked against one process "  # in the line of a run
 
 @dataclass(frozen=True)
 class Origin:
-    """The command that started the run of a checkpoint, which the checkpoint carries.
+    """The command that started the run of a checkpoint, which the checkpoint carries."""
 
-    Attributes:
-        script: the file name of the recipe.
-        flags: after it.
-        config: a copy of the config file; None without one.
-        options: of accelerate launch that change what the config says.
-    """
-
-    script: str
-    flags: list[str] = field(default_factory=list)
-    config: Path | None = None
-    options: list[str] = field(default_factory=list)
+    script: str  # the file name of the recipe
+    flags: list[str] = field(default_factory=list)  # after it
+    config: Path | None = None  # a copy of the config file; None without one
+    options: list[str] = field(default_factory=list)  # of accelerate launch that change what the config says
 
     @classmethod
     def of(cls, content: dict[str, Any], script: Path, folder: Path) -> "Origin":

@@ -1,42 +1,106 @@
-"""Compares two runs: losses, gradient norms, weights, evaluations and learning rates."""
+"""What a finished run is, as far as runs are compared, and how two differ: losses, gradient norms, weights, evaluations
+and learning rates."""
 
+import json
 import math
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
+from accelerate_recipes.common.check.sketch import Sketch
 from accelerate_recipes.common.check.tolerances import BF16, FLOAT32, RECORD, TOLERANCE, TRAJECTORY_TIMES_FLOOR
 from accelerate_recipes.common.norms import relative_distance
-from accelerate_recipes.verify.trace import Trace
+from accelerate_recipes.common.records.run_card import read_card
 
 Point = tuple[int | None, str]  # (step, name of a value), or (None, name of a tensor after the last step)
 # {key: how far rounding errors move it}, or {name of a value, or "weights": the same for all steps or tensors}
 Floor = Mapping[Any, float]
+# What a record keeps of each weight: 16 sums, so that the file stays small. Sums of other signs have another name.
+SKETCH, SUMS = "count sketch, 16 sums", 16
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A finished run."""
+
+    # {(step, name): value} of training loss, norm of the gradient, learning rate and evaluation metrics; of a script on
+    # plain Accelerate also "samples", the ids of a step, and in step 0 "gathered", the rows of all evaluations
+    values: Mapping[tuple[int, str], Any]
+    weights: Mapping[str, Tensor] = field(default_factory=dict)  # after the last step; of a record, sums of a `Sketch`
+    facts: Mapping[str, Any] = field(default_factory=dict)  # what else is known, such as the run card
+
+    @classmethod
+    def of_run(cls, folder: Path) -> "Trace":
+        """Reads metrics.jsonl, run.json and model/ of an output folder."""
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return cls(_values(map(json.loads, lines)), Tensors(folder / "model"), read_card(folder))
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> "Trace":
+        """Reads what `to_record` returned, without weights that another sketch summed."""
+        sums = record.get("weights", {}) if record.get("sketch") == SKETCH else {}
+        weights = {name: torch.tensor(each, dtype=torch.float64) for name, each in sums.items()}
+        return cls(_values(record["records"]), weights, record)
+
+    def to_record(self, with_weights: bool = False) -> dict[str, Any]:
+        """What is kept of the run, for JSON; sample ids and gathered rows are not."""
+        records: dict[int, dict[str, Any]] = {}
+        for (step, name), value in self.values.items():
+            if _is_kept(name):
+                records.setdefault(step, {"step": step})[name] = value
+        kept = {name: self.facts.get(name) for name in ("hardware", "model_digest")} | {"records": [*records.values()]}
+        if not with_weights:
+            return kept
+        sums = {name: Sketch.of(tensor, SUMS).sums for name, tensor in self.weights.items()}
+        real = {name: torch.view_as_real(each) if each.is_complex() else each for name, each in sums.items()}
+        return kept | {"sketch": SKETCH, "weights": {name: each.tolist() for name, each in real.items()}}
+
+
+class Tensors(Mapping[str, Tensor]):
+    """{name: tensor} of the safetensors in a folder. Each is read when it is asked for."""
+
+    def __init__(self, folder: Path):
+        self._paths: dict[str, Path] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, "pt") as file:
+                self._paths |= dict.fromkeys(file.offset_keys(), path)
+
+    def __getitem__(self, name: str) -> Tensor:
+        with safe_open(self._paths[name], "pt") as file:
+            return file.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._paths)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+
+def _values(records: Iterable[Mapping[str, Any]]) -> dict[tuple[int, str], Any]:
+    return {(record["step"], name): value for record in records for name, value in record.items() if _is_kept(name)}
+
+
+def _is_kept(name: str) -> bool:
+    return name in ("train/loss", "grad_norm", "learning_rate") or name.startswith("eval/")
 
 
 @dataclass(frozen=True)
 class Compared:
-    """A value of a run beside that of its reference, or a tensor.
+    """A value of a run beside that of its reference, or a tensor."""
 
-    Attributes:
-        step, name: as in `Point`.
-        value, expected: None where a run has none, and of a tensor.
-        size: the relative difference; infinite where one of the two has no value.
-        tolerance: up to which it is the same.
-        limit: the tolerance, or what rounding explains.
-    """
-
-    step: int | None
+    step: int | None  # as in `Point`
     name: str
-    value: Any
+    value: Any  # None where a run has none, and of a tensor
     expected: Any
-    size: float
-    tolerance: float
-    limit: float
+    size: float  # the relative difference; infinite where one of the two has no value
+    tolerance: float  # up to which it is the same
+    limit: float  # the tolerance, or what rounding explains
 
     @property
     def is_same(self) -> bool:
@@ -46,28 +110,17 @@ class Compared:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far a run is from its reference. None: the runs do not record this.
+    """How far a run is from its reference. None: the runs do not record this."""
 
-    Attributes:
-        loss, gradient, evaluation: the largest relative difference over all records of the training loss, of the norm
-            of the gradient, and of the evaluation metrics.
-        weights: the largest ‖w − w₀‖ / ‖w₀‖ of all exported tensors.
-        learning_rate: the largest relative difference; 0 if all are equal.
-        first_step: the first step whose loss, learning rate or evaluation is not the same; None if all are.
-        tensor: the name of the first exported tensor that is not the same; None if all are.
-        is_same: whether the run counts as the same.
-        is_noise: whether it is the same only because one process is as far from itself.
-    """
-
-    loss: float
-    gradient: float | None
-    weights: float
-    evaluation: float | None
-    learning_rate: float
-    first_step: int | None
-    tensor: str | None
-    is_same: bool
-    is_noise: bool = False
+    loss: float  # the largest relative difference over all training records
+    gradient: float | None  # the same for the norm of the gradient
+    weights: float  # the largest ‖w − w₀‖ / ‖w₀‖ of all exported tensors
+    evaluation: float | None  # the same for the evaluation metrics
+    learning_rate: float  # as `loss`; 0 if all are equal
+    first_step: int | None  # the first step whose loss, learning rate or evaluation is not the same; None if all are
+    tensor: str | None  # the name of the first exported tensor that is not the same; None if all are
+    is_same: bool  # whether the run counts as the same
+    is_noise: bool = False  # whether it is the same only because one process is as far from itself
 
     @classmethod
     def of(cls, found: list[Compared]) -> "Difference":
@@ -112,8 +165,6 @@ def compared(
     """What two runs have beside each other, step by step, and then the weights.
 
     Args:
-        trace: a run.
-        reference: what it should be.
         floor: how far rounding errors move the reference. It counts if the run starts like the reference: random
             numbers, statistics over a batch and wrong sums show in the first step.
         tolerances: as in `common/check/tolerances.py`; None: those of the run's precision.
@@ -187,16 +238,10 @@ def relative(value: Any, expected: Any) -> float:
 def distances(weights: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, float]:
     """{name: ‖w − w₀‖ / ‖w₀‖}, 0 only for equal tensors; infinite where one of the two lacks the tensor or has another
     shape or type."""
-    return {
-        name: _distance(weights[name], reference[name]) if name in weights and name in reference else math.inf
-        for name in dict.fromkeys([*reference, *weights])
-    }
-
-
-def _distance(weight: Tensor, expected: Tensor) -> float:
-    if weight.shape != expected.shape or weight.dtype != expected.dtype:
-        return math.inf
-    if torch.equal(weight, expected):
-        return 0.0
-    size = relative_distance(weight, expected)
-    return math.inf if math.isnan(size) else max(size, sys.float_info.min)
+    found = dict.fromkeys([*reference, *weights], math.inf)
+    for name in weights.keys() & reference.keys():
+        weight, expected = weights[name], reference[name]
+        if weight.shape == expected.shape and weight.dtype == expected.dtype:
+            size = 0.0 if torch.equal(weight, expected) else relative_distance(weight, expected) or sys.float_info.min
+            found[name] = math.inf if math.isnan(size) else size
+    return found

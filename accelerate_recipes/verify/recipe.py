@@ -21,11 +21,8 @@ from accelerate_recipes.verify.runs import Finished, Launch, chosen_configs, rec
 def verify_recipe(
     script: Path, flags: list[str], steps: int, configs: list[str] | None, folder: Path, as_json: bool
 ) -> int:
-    """Runs a recipe under configs, and writes the certificate into a folder. Returns the exit code.
-
-    Raises:
-        UsageError: no such script or config, or the recipe does not run in one process.
-    """
+    """Runs a recipe under configs, and writes the certificate into a folder. Returns the exit code. Raises UsageError
+    for no such script or config, or if the recipe does not run in one process."""
     check_file(script, "", "use the path of a recipe")
     chosen, certificate = chosen_configs(configs), Certificate(folder, script, flags, steps, as_json, configs)
     with TemporaryDirectory(prefix="verify_") as scratch:

@@ -23,7 +23,7 @@ from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.records.run_card import read_card
 from accelerate_recipes.doctor.config import is_count
 from accelerate_recipes.matrix import CONFIGS
-from accelerate_recipes.verify.trace import Trace
+from accelerate_recipes.verify.compare import Trace
 
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
 
@@ -35,30 +35,21 @@ def recording(steps: int) -> list[str]:
 
 def chosen_configs(names: list[str] | None) -> list[Path]:
     """The configs of these names or paths; None: all. Raises UsageError for one that is none."""
-    if names:
-        paths = [find_config(name) for name in names]
-        for path in paths:
-            if not is_count(mapping_in(path).get("num_processes")):
-                raise UsageError(f"{path} has no num_processes above 0, which verify needs: add it to the file")
-        return paths
-    return [find_config(name) for name in CONFIGS]
+    paths = [find_config(name) for name in names or CONFIGS]
+    for path in paths:
+        if not is_count(mapping_in(path).get("num_processes")):
+            raise UsageError(f"{path} has no num_processes above 0, which verify needs: add it to the file")
+    return paths
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that has ended.
+    """A run that has ended."""
 
-    Attributes:
-        folder: its output folder.
-        refusal: the line with which the recipe refused to run; None if it did not refuse.
-        failure: the last lines of its output if it failed in another way; None if it is done.
-        output: what it printed.
-    """
-
-    folder: Path
-    refusal: str | None = None
-    failure: str | None = None
-    output: str = ""
+    folder: Path  # its output folder
+    refusal: str | None = None  # the line with which the recipe refused to run; None if it did not refuse
+    failure: str | None = None  # the last lines of its output if it failed in another way; None if it is done
+    output: str = ""  # what it printed
 
     @property
     def is_done(self) -> bool:

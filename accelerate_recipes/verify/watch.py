@@ -16,9 +16,8 @@ from accelerate_recipes.catalog import count_gpus, find_config
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.verify.causes import cause_of_other_repetition, likely_cause_of_script
 from accelerate_recipes.verify.certificate import Certificate, Row
-from accelerate_recipes.verify.compare import compare, noise_floor
+from accelerate_recipes.verify.compare import Tensors, Trace, compare, noise_floor
 from accelerate_recipes.verify.runs import LAUNCH
-from accelerate_recipes.verify.trace import Tensors, Trace
 
 WATCHED = Path(__file__).with_name("watched.py")
 # The last line of a traceback, perhaps behind torchrun's prefix: not a line of code that names an error.
@@ -40,8 +39,6 @@ def verify_watched(script: Path, flags: list[str], steps: int, folder: Path, as_
 
     Args:
         script: its path, or the name of a module.
-        flags, steps, as_json, splits: those of the command.
-        folder: for the certificate.
 
     Raises:
         UsageError: no such script, or it takes no steps, or fails in one process.
@@ -139,13 +136,9 @@ def _trace(processes: list[dict[str, Any]], folder: Path) -> Trace:
         values[0, "gathered"] = first["gathered"]
     facts = {"processes": len(processes), "repeats_an_epoch": _repeats_an_epoch(first["steps"])}
     facts |= {"parts_at": parts_at, "has_unequal_parts": has_unequal_parts, "has_widths": has_widths}
-    return Trace(values, Tensors(folder), first | facts | {"epochs": _ends_of_epochs(first["steps"])})
-
-
-def _ends_of_epochs(steps: list[dict[str, Any]]) -> list[int]:
-    """The steps after which a process begins a new epoch."""
-    epochs = [[part.get("epoch") for part in step["micro_batches"]][:1] for step in steps]
-    return [number for number, (before, after) in enumerate(pairwise(epochs), 1) if before != after]
+    epochs = [[part.get("epoch") for part in step["micro_batches"]][:1] for step in first["steps"]]
+    ends = [number for number, (before, after) in enumerate(pairwise(epochs), 1) if before != after]
+    return Trace(values, Tensors(folder), first | facts | {"epochs": ends})
 
 
 def _repeats_an_epoch(steps: list[dict[str, Any]]) -> bool:

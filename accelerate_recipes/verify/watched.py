@@ -9,6 +9,8 @@ import runpy
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
@@ -28,40 +30,37 @@ from accelerate_recipes.common.seeds import generator_states, restore_generators
 
 ARGUMENTS = "transformers.training_args"
 MOST_WAIT_S = 60  # for a process that does not end
+FACTS = {"draws": False, "divided_twice": False, "gathered": 0, "by_trainer": False}  # before a script runs
 
 
+@dataclass
 class Watcher:
-    """What one process does, step by step.
+    """What one process does, step by step."""
 
-    Args:
-        folder: for the records of each process, and the weights of the first one.
-        num_steps: the script takes so many optimizer steps, and then one evaluation.
-        moves: whether the weights start one rounding error away.
-        splits: whether loaders divide each batch, in an order that a seed gives (`--split_batches`).
-    """
-
-    def __init__(self, folder: Path, num_steps: int, moves: bool, splits: bool):
-        self.folder, self.num_steps, self.moves, self.splits = folder, num_steps, moves, splits
-        self.facts: dict[str, Any] = {"draws": False, "divided_twice": False, "gathered": 0, "by_trainer": False}
-        self.steps: list[dict[str, Any]] = []
-        self.micro_batches: list[dict[str, Any]] = []
-        self.grad_norm: float | None = None
-        self.model: torch.nn.Module | None = None
-        self.optimizer: Any = None
-        self.batch: dict[str, Any] = {}  # the last one that a loader gave to the script
-        self.newest: list[Any] = []  # the sample ids of each batch that the newest iterator has asked for
-        self.num_iterators = 0
-        self.is_inside = False  # a prepared loader, which reads ahead from a loader of torch
-        self.is_over = False  # all steps are taken
-        self.is_gathering = False
-        self.fills: list[int] = []  # rows of each gathered tensor that fill up a last batch
-        self.slicing = _Slicing(self._cut)
-        self.newest_loader: Any = None  # the prepared one that gave the last batch
-        self.training_loaders: list[Any] = []
-        self.first_ids: list[int] = []  # of the first batch for training
-        self.states: list[Any] = []  # of the generators, when a loader gave the last batch
-        self.read: list[tuple[Any, dict[str, Any]]] = []  # (loader, batch) since the last step
-        self.prepared: list[Any] = []  # what `prepare` returned
+    folder: Path  # for the records of each process, and the weights of the first one
+    num_steps: int  # the script takes so many optimizer steps, and then one evaluation
+    moves: bool  # whether the weights start one rounding error away
+    splits: bool  # whether loaders divide each batch, in an order that a seed gives (`--split_batches`)
+    facts: dict[str, Any] = field(default_factory=lambda: dict(FACTS))
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    micro_batches: list[dict[str, Any]] = field(default_factory=list)
+    grad_norm: float | None = None
+    model: torch.nn.Module | None = None
+    optimizer: Any = None
+    batch: dict[str, Any] = field(default_factory=dict)  # the last one that a loader gave to the script
+    newest: list[Any] = field(default_factory=list)  # the sample ids of each batch that the newest iterator asked for
+    num_iterators: int = 0
+    is_inside: bool = False  # a prepared loader, which reads ahead from a loader of torch
+    is_over: bool = False  # all steps are taken
+    is_gathering: bool = False
+    fills: list[int] = field(default_factory=list)  # rows of each gathered tensor that fill up a last batch
+    slicing: ExitStack = field(default_factory=ExitStack)  # while it is open, `_cut` sees what the script indexes
+    newest_loader: Any = None  # the prepared one that gave the last batch
+    training_loaders: list[Any] = field(default_factory=list)
+    first_ids: list[int] = field(default_factory=list)  # of the first batch for training
+    states: list[Any] = field(default_factory=list)  # of the generators, when a loader gave the last batch
+    read: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)  # (loader, batch) since the last step
+    prepared: list[Any] = field(default_factory=list)  # what `prepare` returned
 
     def install(self) -> None:
         """Puts itself between the script and Accelerate."""
@@ -102,19 +101,14 @@ class Watcher:
         arguments.__post_init__ = divided
 
     def end(self) -> None:
-        """Ends the process. Every process ends after the same step, or the same evaluation."""
+        """Ends the process, with the others: one of them may still need what this one sends. Every process ends after
+        the same step, or the same evaluation."""
         self.finish()
-        self.wait_for_others()
-        os._exit(0)
-
-    def wait_for_others(self) -> None:
-        """Waits until the other processes end, too: one of them may still need what this one sends."""
         (self.folder / f"ended_{os.environ.get('RANK', 0)}").touch()
-        deadline = time.monotonic() + MOST_WAIT_S
-        while len([*self.folder.glob("ended_*")]) < int(os.environ.get("WORLD_SIZE", 1)):
-            if time.monotonic() > deadline:
-                return
+        deadline, number = time.monotonic() + MOST_WAIT_S, int(os.environ.get("WORLD_SIZE", 1))
+        while len([*self.folder.glob("ended_*")]) < number and time.monotonic() < deadline:
             time.sleep(0.02)
+        os._exit(0)
 
     def finish(self) -> None:
         """Writes the records and the weights."""
@@ -207,7 +201,8 @@ class Watcher:
             state = accelerator.gradient_state
             if state.end_of_dataloader and state.remainder > 0:
                 self.fills += [number - state.remainder for number in rows if number > state.remainder]
-                self.slicing.start()
+                self.slicing.close()
+                self.slicing.enter_context(_Slicing(self._cut))
         return result
 
     def _cut(self, tensor: torch.Tensor, key: Any, result: torch.Tensor) -> None:
@@ -267,7 +262,7 @@ class Watcher:
         return batch
 
     def _given(self, batch: Any, ids: Any) -> None:
-        self.slicing.stop()
+        self.slicing.close()
         ids = [ids] if isinstance(ids, int) else ids
         plain = isinstance(ids, list) and all(isinstance(number, int) for number in ids)
         width = max((tensor.shape[1] for tensor in _tensors(batch) if tensor.ndim > 1), default=None)
@@ -331,24 +326,14 @@ def _equal(value: Any, other: Any) -> bool:
 
 
 class _Slicing(TorchFunctionMode):
-    """Calls `then` with each tensor that the script indexes, the key and the result, from `start` to `stop`.
+    """Calls `then` with each tensor that the script indexes in a `with` block, the key and the result.
 
     `torch.tensor` takes 0-d tensors for sequences once `Tensor.__getitem__` has been replaced, and fails.
     """
 
     def __init__(self, then: Callable[..., None]):
         super().__init__()
-        self.then, self.is_on = then, False
-
-    def start(self) -> None:
-        if not self.is_on:
-            self.is_on = True
-            self.__enter__()
-
-    def stop(self) -> None:
-        if self.is_on:
-            self.is_on = False
-            self.__exit__(None, None, None)
+        self.then = then
 
     def __torch_function__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
         result = function(*arguments, **(options or {}))
@@ -357,15 +342,12 @@ class _Slicing(TorchFunctionMode):
         return result
 
 
+@dataclass(eq=False)
 class _Imported(MetaPathFinder):
-    """Calls `then` with a module as soon as something imports it.
+    """Calls `then` with the module of this name as soon as something imports it."""
 
-    Args:
-        name: of the module.
-    """
-
-    def __init__(self, name: str, then: Callable[[Any], None]):
-        self.name, self.then = name, then
+    name: str
+    then: Callable[[Any], Any]
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != self.name:

@@ -22,20 +22,14 @@ class NotChecked(Exception):
 
 @dataclass
 class Changes:
-    """What the `with` block of `kept` changed beside weights, buffers and the optimizer.
+    """What the `with` block of `kept` changed beside weights, buffers and the optimizer."""
 
-    Attributes:
-        names: of variables, attributes and tensors that the recipe's functions refer to, and of numbers of layers.
-        generators: of random numbers that these functions draw from, beside the global ones.
-        lost: of iterators that moved on, and of large tensors: they cannot be restored.
-        files: that were opened to be written.
-        sharing: {name of a tensor: (its name, the name of another tensor with the same data)}.
-    """
-
+    # Of variables, attributes and tensors that the recipe's functions refer to, and of numbers of layers.
     names: list[str] = field(default_factory=list)
-    generators: list[str] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
-    files: list[str] = field(default_factory=list)
+    generators: list[str] = field(default_factory=list)  # that these functions draw from, beside the global ones
+    lost: list[str] = field(default_factory=list)  # iterators that moved on, and large tensors: not to be restored
+    files: list[str] = field(default_factory=list)  # that were opened to be written
+    # {name of a tensor: (its name, the name of another tensor with the same data)}
     sharing: dict[str, tuple[str, str]] = field(default_factory=dict)
 
 

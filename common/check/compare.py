@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..plan import Plan
 from ..step.engine import Engine
 from ..weights.shards import local, range_of
 from .sketch import Sketch
@@ -28,21 +27,20 @@ class Gap:
     weight: Sketch | None = None
 
 
-def step_gaps(step: Step, expected: Step, plan: Plan, number: int, rank: int = 0) -> dict[Key, Gap]:
+def step_gaps(step: Step, expected: Step, rank: int = 0) -> dict[Key, Gap]:
     """The differences of the values of `forward_step` and of the norm of the gradient."""
     text = f"the norm of the gradient is {step.grad_norm:.7g}, {expected.grad_norm:.7g} on one process"
     size = abs(step.grad_norm - expected.grad_norm) / max(abs(expected.grad_norm), 1e-30)
-    gaps = _value_gaps(step.values, expected.values, plan, number, rank, "value", "")
-    gaps |= _value_gaps(step.evaluated, expected.evaluated, plan, number, rank, "eval", " in evaluation")
+    gaps = _value_gaps(step.values, expected.values, step.ids, rank, "value", "")
+    gaps |= _value_gaps(step.evaluated, expected.evaluated, step.ids, rank, "eval", " in evaluation")
     return gaps | {("norm", ""): Gap(size, text)}
 
 
 def _value_gaps(
-    steps: OfMicroBatches, reference: OfMicroBatches, plan: Plan, number: int, rank: int, kind: str, when: str
+    steps: OfMicroBatches, reference: OfMicroBatches, ids: Mapping[int, list[int]], rank: int, kind: str, when: str
 ) -> dict[Key, Gap]:
     """The largest difference of each value of `forward_step`, relative to the value or to a larger mean."""
     gaps: dict[Key, Gap] = {}
-    ids = [ids.tolist() for _, ids in plan.global_micro_batches(number)]
     for row, values in steps.items():
         expected = reference[row]
         if values.keys() != expected.keys():
@@ -100,12 +98,8 @@ def fingerprints(engine: Engine) -> dict[Any, tuple[float, float]]:
 
 
 def replica_gaps(steps: Sequence[Step], updates: Mapping[str, float]) -> dict[Key, Gap]:
-    """The differences between processes that hold the same part of a weight.
-
-    Args:
-        steps: of each process.
-        updates: {name of the weight: norm of its update}.
-    """
+    """The differences between processes that hold the same part of a weight. `steps`: of each process; `updates`: {name
+    of the weight: norm of its update}."""
     gaps: dict[Key, Gap] = {}
     first: dict[Any, tuple[float, float]] = {}
     for rank, step in enumerate(steps):

@@ -19,31 +19,19 @@ ONE_FACTOR = 0.01  # share of the difference of all gradients that one factor ma
 
 @dataclass
 class FirstDifference:
-    """Looks for the first difference between a step of all processes and that of one.
+    """Looks for the first difference between a step of all processes and that of one."""
 
-    Attributes:
-        reference: of one process.
-        number: of the step.
-        plan: of the run.
-        traces: of each process, the main process first.
-        gradients: {name of a weight: its gradient over all processes}; empty under ZeRO.
-        grad_norm: of all processes.
-    """
-
-    reference: Reference
-    number: int
-    plan: Plan
-    traces: Sequence[ModuleTrace]
-    gradients: Mapping[str, Sketch]
-    grad_norm: float
+    reference: Reference  # of one process
+    number: int  # of the step
+    plan: Plan  # of the run
+    traces: Sequence[ModuleTrace]  # of each process, the main process first
+    gradients: Mapping[str, Sketch]  # {name of a weight: its gradient over all processes}; empty under ZeRO
+    grad_norm: float  # of all processes
 
     def find(self, kind: str) -> tuple[str, str]:
         """(where it is, the line that says so): "forward", "step" for forward_step itself, "loss" for its gradient,
-        "backward", "gradient" of a weight, "factor" of all gradients, "norm" of them, or "".
-
-        Args:
-            kind: of the difference, as in compare.Key. That of an evaluation is of another pass.
-        """
+        "backward", "gradient" of a weight, "factor" of all gradients, "norm" of them, or "". `kind`: of the difference,
+        as in compare.Key; that of an evaluation is of another pass."""
         is_compared = kind != "eval" and any(trace.forward for trace in self.traces)
         if not is_compared:
             return "", ""

@@ -18,44 +18,25 @@ from ..step.engine import evaluating
 
 @dataclass
 class FirstPass:
-    """Measured around a call of `forward_step` in training mode.
+    """Measured around a call of `forward_step` in training mode."""
 
-    Attributes:
-        draws: whether it draws from a generator of Python, NumPy or torch.
-        written: names of the weights and buffers that it changes.
-        draws_for_batches: whether `__getitems__` or the `collate_fn` draws.
-        mixes: names of the values of `forward_step` that depend on the other samples of the micro-batch.
-        low_weights: the type of weights with fewer bits than float32; "" if there are none.
-        has_low_layers: whether a layer computes with fewer bits than float32, in a float32 config.
-        has_no_low_layers: whether none does, in a bf16 config.
-        draws_in_evaluation: whether it draws from a generator in evaluation mode, too.
-        keeps: names of variables and numbers that `forward_step` or a layer changes at each call.
-        files: that it opens to write.
-    """
-
-    draws: bool = False
-    draws_for_batches: bool = False
-    written: list[str] = field(default_factory=list)
+    draws: bool = False  # whether it draws from a generator of Python, NumPy or torch
+    draws_for_batches: bool = False  # whether `__getitems__` or the `collate_fn` draws
+    written: list[str] = field(default_factory=list)  # names of the weights and buffers that it changes
+    # names of the values of `forward_step` that depend on the other samples of the micro-batch
     mixes: list[str] = field(default_factory=list)
-    low_weights: str = ""
-    has_low_layers: bool = False
-    has_no_low_layers: bool = False
-    draws_in_evaluation: bool = False
+    low_weights: str = ""  # the type of weights with fewer bits than float32; "" if there are none
+    has_low_layers: bool = False  # whether a layer computes with fewer bits than float32, in a float32 config
+    has_no_low_layers: bool = False  # whether none does, in a bf16 config
+    draws_in_evaluation: bool = False  # whether it draws from a generator in evaluation mode, too
+    # names of variables and numbers that `forward_step` or a layer changes at each call
     keeps: list[str] = field(default_factory=list)
-    files: list[str] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)  # that it opens to write
 
     @contextmanager
     def watch(self, called: nn.Module, module: nn.Module, device: torch.device) -> Iterator[None]:
-        """Watches the forward pass in the `with` block.
-
-        Args:
-            called: the model that `forward_step` is given.
-            module: the recipe's own module in it.
-            device: of the model.
-
-        Raises:
-            UsageError: the pass did not call the model.
-        """
+        """Watches the forward pass in the `with` block. Raises UsageError if the pass did not call the model. `called`:
+        the model that `forward_step` is given; `module`: the recipe's own one in it."""
         calls: list[bool] = []
         takes_hooks = not isinstance(called, torch.jit.ScriptModule)
         hook = called.register_forward_pre_hook(lambda module, args: calls.append(True)) if takes_hooks else None

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from ..cpu_group import CpuGroup
 from ..environment import variables_of_one_process
 from ..errors import UsageError
-from ..plan import Plan
+from ..layout import Layout
 from ..records.running_sums import TOTAL_WEIGHT, RunningSums
 from ..step.engine import Engine, StepResult
 from .compare import Key, step_gaps
@@ -29,19 +29,12 @@ COMPARED = (("value", "loss"), ("norm", ""))
 
 @dataclass
 class Rehearsal:
-    """Later steps of one process in a rehearsal on the CPU, which exists to find mistakes.
+    """Later steps of one process in a rehearsal on the CPU, which exists to find mistakes."""
 
-    Attributes:
-        steps: {number: what the step did}.
-        moved: the same from weights that are perturbed by rounding errors: a trajectory amplifies them.
-        first: the first step of the run.
-        is_low: whether a layer computes with fewer bits than float32.
-    """
-
-    steps: dict[int, Step]
-    moved: dict[int, Step]
-    first: Step
-    is_low: bool
+    steps: dict[int, Step]  # {number: what the step did}
+    moved: dict[int, Step]  # the same from weights that are perturbed by rounding errors: a trajectory amplifies them
+    first: Step  # the first step of the run
+    is_low: bool  # whether a layer computes with fewer bits than float32
 
     @classmethod
     def take(cls, run: ReferenceRun, first: Step, number: int) -> "Rehearsal | None":
@@ -61,20 +54,20 @@ class Rehearsal:
         except Exception:  # the run will show it, with the step and its samples
             return None
 
-    def line(self, steps: Sequence[Step], plan: Plan, number: int) -> str | None:
+    def line(self, steps: Sequence[Step], layout: Layout, number: int) -> str | None:
         """The line that ends a run whose step `number` is not that of one process; None if it is. `steps` are what it
         did in each process."""
         expected = self.steps[number]
-        floors = step_gaps(self.moved[number], expected, plan, number)
+        floors = step_gaps(self.moved[number], expected)
         limits = {
             key: max(self._tolerance(key, expected), TRAJECTORY_TIMES_FLOOR * floors[key].size) for key in COMPARED
         }
-        each = (step_gaps(step, expected, plan, number, rank) for rank, step in enumerate(steps))
+        each = (step_gaps(step, expected, rank) for rank, step in enumerate(steps))
         found = [gaps[key] for gaps in each for key in COMPARED if key in gaps and not gaps[key].size <= limits[key]]
         if not found:
             return None
         return (
-            f"{plan.layout} does not give the result of one process: in step {number + 1}, {found[0].text}\n"
+            f"{layout} does not give the result of one process: in step {number + 1}, {found[0].text}\n"
             "  likely cause: the first steps were the same; something begins later, as a hook, dropout or a schedule "
             "in the model, and the config divides what it computes\n"
             "  --check_steps 0 trains without this check"
@@ -96,20 +89,14 @@ def _size(step: Step, key: Key) -> float:
 
 class AfterSaves:
     """Compares the two steps after a save with one process, with `--check_every`: it resumes from the checkpoint on the
-    CPU, in a folder of its own. The second step shows how the first one moved the weights.
-
-    Args:
-        engine: of the run.
-        group: of all processes.
-        every: number of steps, from `--check_every`; 0: nothing is compared.
-
-    Attributes:
-        numbers: of the steps that are compared next.
+    CPU, in a folder of its own. The second step shows how the first one moved the weights. `every`: number of steps,
+    from `--check_every`; 0: nothing is compared.
     """
 
     def __init__(self, engine: Engine, group: CpuGroup, every: int):
         self._engine, self._plan, self._group, self._every = engine, engine.plan, group, every
-        self.numbers, self._own, self._path = range(0), dict[int, tuple[float, float]](), Path()
+        self.numbers = range(0)  # of the steps that are compared next
+        self._own, self._path = dict[int, tuple[float, float]](), Path()
         self._num_checks, self._with = 0, ExitStack()  # of the process that runs now
 
     def start(self, step: int, finish: Callable[[], Path | None]) -> None:

@@ -31,25 +31,16 @@ class ModuleTrace:
     The tensor of a sample is cut into blocks, and each block is kept as the sum of its elements with random signs: the
     distance of two tensors follows within 20 %. All blocks of a tensor have the same signs. So the blocks of a process
     that holds some tokens, heads or features are among those of the whole.
-
-    Attributes:
-        parts: among how many processes a config may divide a tensor, in the process that decides the sizes of blocks;
-            in the others 0.
-        block_sizes: {key: sizes of a block}.
-        forward: of the tensors.
-        backward: of their gradients, in the order in which they arrive.
-        classes: {module: name of its class}.
-        followers: {module: modules that are called with a tensor that it gave, in their order}.
-        is_low: whether a module computed with fewer bits than float32.
     """
 
+    # Among how many processes a config may divide a tensor; 0 in those that do not decide the sizes of blocks.
     parts: int = 0
-    block_sizes: dict[PlaceInRow, tuple[int, ...]] = field(default_factory=dict)
-    forward: Sums = field(default_factory=dict)
-    backward: Sums = field(default_factory=dict)
-    classes: dict[str, str] = field(default_factory=dict)
-    followers: dict[str, dict[str, None]] = field(default_factory=dict)
-    is_low: bool = False
+    block_sizes: dict[PlaceInRow, tuple[int, ...]] = field(default_factory=dict)  # {key: sizes of a block}
+    forward: Sums = field(default_factory=dict)  # of the tensors
+    backward: Sums = field(default_factory=dict)  # of their gradients, in the order in which they arrive
+    classes: dict[str, str] = field(default_factory=dict)  # {module: name of its class}
+    followers: dict[str, dict[str, None]] = field(default_factory=dict)  # {module: those that take what it gave}
+    is_low: bool = False  # whether a module computed with fewer bits than float32
 
     @contextmanager
     def watch(self, engine: Engine) -> Iterator[None]:

@@ -5,7 +5,6 @@ import math
 import torch
 from torch import Tensor
 
-from ..plan import Plan
 from .compare import Gap, Key, step_gaps, weight_gap
 from .reference import Perturbed, Reference
 from .sketch import WIDTH, Sketch
@@ -19,9 +18,7 @@ TIMES_ROOT = 10
 IS_ROUNDING = 0.01  # share of a gradient that changes with rounding: above, it is zero in exact arithmetic
 
 
-def without_noise(
-    gaps: dict[Key, Gap], reference: Reference, plan: Plan, number: int
-) -> tuple[dict[Key, Gap], list[str]]:
+def without_noise(gaps: dict[Key, Gap], reference: Reference, number: int) -> tuple[dict[Key, Gap], list[str]]:
     """(the differences in step `number` that rounding errors do not explain, lines about those that they explain in
     part)"""
     if reference.is_low:  # a metric such as an accuracy jumps with the rounding
@@ -32,7 +29,7 @@ def without_noise(
     gaps = {key: _of_other_elements(gap, reference, number, key[1]) for key, gap in gaps.items()}
     gaps = {key: gap for key, gap in gaps.items() if not gap.size <= TOLERANCE}
     for other in reference.perturbed:
-        floors = _floors(reference, other, plan, number)
+        floors = _floors(reference, other, number)
         for key, gap in list(gaps.items()):
             floor = floors[key].size
             is_metric = key[0] in ("value", "eval") and key[1] != "loss"
@@ -51,13 +48,13 @@ def without_noise(
     return gaps, list({line.split(" differs")[0]: line for line in lines}.values())
 
 
-def what_does_not_repeat(again: Step, expected: Step, plan: Plan, number: int, is_low: bool) -> str | None:
+def what_does_not_repeat(again: Step, expected: Step, is_low: bool) -> str | None:
     """What differs when one process repeats the first step from the same state; None if nothing does. On GPUs
     kernels may add in another order: updates are compared where the gradients have the same bits."""
     if not math.isfinite(expected.grad_norm):
         return None
     limit = BF16[""] if is_low else REPEATED
-    for (kind, name), gap in step_gaps(again, expected, plan, number).items():
+    for (kind, name), gap in step_gaps(again, expected).items():
         is_compared = kind == "norm" or name == "loss" or not is_low
         if is_compared and not gap.size <= (TOLERANCE if kind != "norm" and not is_low else limit):
             return gap.text.replace(" in process 0", "").replace("on one process", "before")
@@ -97,10 +94,10 @@ def _moved(update: Tensor, gradient: Sketch | None, perturbed: Sketch | None) ->
     return (update * share).clamp(max=float(update.max()))
 
 
-def _floors(reference: Reference, other: Perturbed, plan: Plan, number: int) -> dict[Key, Gap]:
+def _floors(reference: Reference, other: Perturbed, number: int) -> dict[Key, Gap]:
     """What rounding errors in the weights change in step `number`."""
     step, expected, initial = other.steps[number], reference.steps[number], reference.initial
-    floors = step_gaps(step, expected, plan, number)
+    floors = step_gaps(step, expected)
     for name, weight in step.weights.items():
         gap = weight_gap(name, weight - other.start[name] + initial[name], expected.weights[name], initial[name])
         floors["weight", name] = floors["replica", name] = gap

@@ -46,13 +46,8 @@ class ParityCheck:
     Args:
         setup: of the run; `check_trainable` has accepted it.
         checkpoint: that the run starts from. Its weights are loaded, its optimizer state is not.
-        group: of all processes.
         facts: for the run card. They get how many steps are checked, and how long that took; whether the forward pass
             or a batch draws random numbers.
-
-    Attributes:
-        engine: of the run.
-        after_saves: compares the steps after saves, with `--check_every`.
 
     Raises:
         UsageError: `forward_step` does not call the model, or does what no layout can make equal; or only several
@@ -103,7 +98,7 @@ class ParityCheck:
         if self.accelerator.is_main_process:
             try:
                 self._reference = take_reference(run, self.numbers, self._first_pass)
-                if (lines := not_repeated(self._reference, self._setup)) is not None:
+                if (lines := not_repeated(self._reference)) is not None:
                     raise UsageError(lines)
                 self._rehearsal = Rehearsal.take(run, self._reference.steps[self.first], self.first)
                 self._rehearsed = [] if self._rehearsal is None else [*self._rehearsal.steps]
@@ -128,11 +123,8 @@ class ParityCheck:
             self._first_pass.say(self.plan, self.accelerator.print)
 
     def take_step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
-        """`Engine.step` with the parity check. An error in a step gets its samples as a note.
-
-        Raises:
-            UsageError: the result is not that of one process, or only several processes have an error.
-        """
+        """`Engine.step` with the parity check. An error in a step gets its samples as a note. Raises UsageError if the
+        result is not that of one process, or only several processes have an error."""
 
         def samples() -> str:
             return f"step {number + 1}, {list_samples(torch.cat(self.plan.own_samples(number)).tolist())}"
@@ -228,7 +220,7 @@ class ParityCheck:
         """A later step of a rehearsal, which is compared with one process."""
         own, result = self._observer.step(self.engine, number, micro_batches, is_first=False, modules=None)
         steps, rehearsal = self.group.all_gather(own), self._rehearsal
-        line = None if rehearsal is None else rehearsal.line(steps, self.plan, number)
+        line = None if rehearsal is None else rehearsal.line(steps, self.layout, number)
         if line := self.group.broadcast(line):
             raise UsageError(line)
         return result
@@ -246,10 +238,10 @@ class ParityCheck:
         lines = list[str]()
         if reference is not None and math.isfinite(reference.steps[number].grad_norm):
             for rank, step in enumerate(steps):
-                others = step_gaps(step, reference.steps[number], self.plan, number, rank)
+                others = step_gaps(step, reference.steps[number], rank)
                 gaps |= {key: gap for key, gap in others.items() if gap.size > gaps.get(key, Gap(-1.0)).size}
             gaps |= replica_gaps(steps, updates)
-            gaps, lines = without_noise(gaps, reference, self.plan, number)
+            gaps, lines = without_noise(gaps, reference, number)
         else:
             gaps = {}
         for line in lines:

@@ -39,21 +39,13 @@ SMALL = 10_000_000  # bytes of weights up to which threads wait for each other l
 
 @dataclass
 class ReferenceRun:
-    """Takes optimizer steps with all samples of the global batch in this process: the same engine at size 1.
+    """Takes optimizer steps with all samples of the global batch in this process: the same engine at size 1."""
 
-    Attributes:
-        setup: of the run.
-        checkpoint: from which the run starts; its weights are loaded.
-        is_low: whether a layer computed with fewer bits than float32; set by the first steps.
-        changes: what the first steps changed in the recipe's objects.
-        seconds: that the fastest step took.
-    """
-
-    setup: Setup
-    checkpoint: Checkpoint
-    is_low: bool = False
-    changes: Changes | None = None
-    seconds: float = math.inf
+    setup: Setup  # of the run
+    checkpoint: Checkpoint  # from which the run starts; its weights are loaded
+    is_low: bool = False  # whether a layer computed with fewer bits than float32; set by the first steps
+    changes: Changes | None = None  # what the first steps changed in the recipe's objects
+    seconds: float = math.inf  # that the fastest step took
 
     def steps(
         self,
@@ -120,12 +112,8 @@ class ReferenceRun:
 
 
 def _ending_in_time(setup: Setup, num_passes: int) -> Setup:
-    """The setup of an engine whose passes raise NotChecked if the rest would end after the deadline.
-
-    Args:
-        setup: of the engine.
-        num_passes: forward passes for gradients. The first one may be slow by itself.
-    """
+    """The setup of an engine whose passes raise NotChecked if the rest would end after the deadline. `num_passes`: for
+    gradients; the first one may be slow by itself."""
     longest = min(MAX_SECONDS, setup.plan.config.hang_timeout / 2 or MAX_SECONDS)
     values_of, num_done, fastest = as_numbered_step(setup.forward_step), 0, math.inf
     started = last = time.monotonic()
@@ -192,15 +180,10 @@ LARGE = 100_000_000  # bytes of weights from which on one measurement is enough
 
 @dataclass
 class Perturbed:
-    """The first steps of one process from weights that are perturbed.
+    """The first steps of one process from weights that are perturbed."""
 
-    Attributes:
-        steps: {number: what the step did}.
-        start: {name: weight from which they start}.
-    """
-
-    steps: dict[int, Step]
-    start: dict[str, Sketch]
+    steps: dict[int, Step]  # {number: what the step did}
+    start: dict[str, Sketch]  # {name: weight from which they start}
 
     @classmethod
     def take(cls, run: ReferenceRun, numbers: Sequence[int], roundings: int, first: int | None = None) -> "Perturbed":
@@ -229,32 +212,19 @@ def perturb(model: nn.Module, roundings: int, is_low: bool = False) -> None:
 
 @dataclass
 class Reference:
-    """The first steps of one process, from the start of the run.
+    """The first steps of one process, from the start of the run."""
 
-    Attributes:
-        initial: {name: parameter or buffer before the first step}.
-        steps: {number: what the step did}.
-        perturbed: the steps from weights that are perturbed by rounding errors.
-        is_low: whether a layer computes with fewer bits than float32.
-        changes: what they changed in the recipe's objects, before it was given back.
-        again: the first step once more, when all had been given back.
-    """
-
-    initial: dict[str, Sketch]
-    steps: dict[int, Step]
-    perturbed: list[Perturbed]
-    is_low: bool
-    changes: Changes = field(default_factory=Changes)
-    again: Step = field(default_factory=Step)
+    initial: dict[str, Sketch]  # {name: parameter or buffer before the first step}
+    steps: dict[int, Step]  # {number: what the step did}
+    perturbed: list[Perturbed]  # the steps from weights that are perturbed by rounding errors
+    is_low: bool  # whether a layer computes with fewer bits than float32
+    changes: Changes = field(default_factory=Changes)  # of the recipe's objects, before they were given back
+    again: Step = field(default_factory=Step)  # the first step once more, when all had been given back
 
 
 def take_reference(run: ReferenceRun, numbers: range, first_pass: FirstPass) -> Reference:
-    """Takes the steps with these numbers. Model, optimizer and the recipe's functions are afterwards as before.
-
-    Raises:
-        NotChecked: the check is not possible.
-        UsageError: `forward_step` does not call the model.
-    """
+    """Takes the steps with these numbers. Model, optimizer and the recipe's functions are afterwards as before. Raises
+    NotChecked if the check is not possible, and UsageError if `forward_step` does not call the model."""
     setup, values_of = run.setup, as_numbered_step(run.setup.forward_step)
     _check_possible(setup, is_resumed=numbers[0] > 0)
     num_bytes = sum(weight.nbytes for weight in setup.model.parameters())
@@ -298,13 +268,8 @@ def _check_possible(setup: Setup, is_resumed: bool) -> None:
 
 
 def why_not_checked(precision: str, num_bytes: int, on_device: float) -> str | None:
-    """Why one device cannot take the steps alone; None if it can.
-
-    Args:
-        precision: of the run.
-        num_bytes: of the weights of the whole model.
-        on_device: bytes that are free there.
-    """
+    """Why one device cannot take the steps alone; None if it can. `num_bytes`: of the weights of the whole model;
+    `on_device`: that are free there."""
     if precision == "fp16":
         return "fp16 skips steps"
     too_much = f"{4 * num_bytes / 2**30:,.1f} GiB for the whole model on one device are too much"

@@ -17,14 +17,10 @@ class Sketch:
 
     The sketch of a difference is the difference of two sketches. The norm of a sketch is that of the tensor within 2 %
     (one standard deviation; with 16 sums within 18 %), or exactly, if the tensor has at most `width` elements.
-
-    Attributes:
-        sums: float64 or complex128, on the CPU, of shape (width,), or of a smaller tensor's number of elements.
-        rounding: relative rounding error of the tensor's type; 0 for whole numbers.
     """
 
-    sums: Tensor
-    rounding: float
+    sums: Tensor  # float64 or complex128, on the CPU, of shape (width,), or of a smaller tensor's number of elements
+    rounding: float  # relative rounding error of the tensor's type; 0 for whole numbers
 
     @classmethod
     @torch.no_grad()

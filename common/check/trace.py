@@ -5,6 +5,7 @@ import zlib
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,65 +24,46 @@ from .sketch import Sketch
 
 @dataclass
 class Step:
-    """What the check compares of an optimizer step.
+    """What the check compares of an optimizer step."""
 
-    Attributes:
-        values: {micro-batch: {name: what `forward_step` or `batch_loss` returned, float64 on the CPU, of shape
-            (micro_batch, ...)}}.
-        evaluated: what `forward_step` returned in evaluation, before the first step, for the first micro-batch.
-        samples: {micro-batch: {name: a checksum for each sample}}.
-        grad_norm: as in StepResult.
-        weights: {name: parameter or buffer after the step}; of one process alone.
-        gradients: {name: gradient that the optimizer gets}; of one process alone.
-        parts: {(name of a weight, range): (a sum, norm) of this process's part}; of several processes.
-        modules: what each module gave.
-    """
-
+    ids: dict[int, list[int]] = field(default_factory=dict)  # {micro-batch: of its samples}
+    # {micro-batch: {name: what `forward_step` or `batch_loss` returned, float64 on the CPU, (micro_batch, ...)}}
     values: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    # what `forward_step` returned in evaluation, before the first step, for the first micro-batch
     evaluated: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    samples: dict[int, dict[str, list[int]]] = field(default_factory=dict)
-    grad_norm: float = math.nan
-    weights: dict[str, Sketch] = field(default_factory=dict)
-    gradients: dict[str, Sketch] = field(default_factory=dict)
+    samples: dict[int, dict[str, list[int]]] = field(default_factory=dict)  # {micro-batch: {name: checksum of each}}
+    grad_norm: float = math.nan  # as in StepResult
+    weights: dict[str, Sketch] = field(default_factory=dict)  # and buffers after the step; of one process alone
+    gradients: dict[str, Sketch] = field(default_factory=dict)  # that the optimizer gets; of one process alone
+    # {(name of a weight, range): (a sum, norm) of this process's part}; of several processes
     parts: dict[Any, tuple[float, float]] = field(default_factory=dict)
-    modules: ModuleTrace = field(default_factory=ModuleTrace)
+    modules: ModuleTrace = field(default_factory=ModuleTrace)  # what each module gave
 
 
+@dataclass
 class Observer:
-    """Notes what an engine does.
+    """Notes what an engine does."""
 
-    Args:
-        first_pass: filled by the first forward pass of a first step; None if something else has filled it.
-    """
-
-    def __init__(self, first_pass: FirstPass | None):
-        self.first_pass = first_pass
-        self._own: Step | None = None  # what the step has done so far
+    first_pass: FirstPass | None  # filled by the first forward pass of a first step; None: something else has filled it
+    _own: Step | None = None  # what the step has done so far
 
     def watch(self, setup: Setup) -> Setup:
         """The setup of an engine that this object can watch."""
-        return replace(setup, watched=self._watch)
-
-    def _watch(self, values_of: NumberedStep) -> NumberedStep:
-        def watched_values(model: Any, batch: Batch, number: int) -> dict[str, Tensor]:
-            if self._own is None:
-                return values_of(model, batch, number)
-            return self._observe(values_of, model, batch, number)
-
-        return watched_values
+        return replace(setup, watched=lambda values_of: partial(self._observe, values_of))
 
     def step(
         self, engine: Engine, number: int, micro_batches: Sequence[Batch], is_first: bool, modules: ModuleTrace | None
     ) -> tuple[Step, StepResult]:
         """Takes a step with the engine. For the first step, also records the evaluation of the first micro-batch;
         with `modules`, the output of each module."""
-        own = Step(modules=modules or ModuleTrace())
+        own, plan = Step(modules=modules or ModuleTrace()), engine.plan
+        own.ids = {plan.row(index): ids.tolist() for index, ids in enumerate(plan.own_samples(number))}
         with ExitStack() as hooks:
             if is_first:
                 values = engine.share_values(
                     evaluate_batch(engine.model, lambda _, *given: engine.evaluate(*given), micro_batches[0], number)
                 )
-                if engine.plan.row(0) == 0:
+                if plan.row(0) == 0:
                     own.evaluated[0] = on_cpu(values)
             if modules is not None:
                 hooks.enter_context(modules.watch(engine))
@@ -91,15 +73,16 @@ class Observer:
             finally:
                 self._own, self._micro_batches = None, ()
         for index, share in enumerate(engine.shares):
-            if (row := engine.plan.row(index)) in own.values:  # not in the first stages of a pipeline
+            if (row := plan.row(index)) in own.values:  # not in the first stages of a pipeline
                 own.values[row] |= on_cpu(share.metrics)
         own.grad_norm = math.nan if result.grad_norm is None else float(result.grad_norm)
         return own, result
 
     def _observe(self, values_of: NumberedStep, model: Any, batch: Batch, number: int) -> dict[str, Tensor]:
         """A call of `forward_step`. In a pipeline it ends where the next stage begins, but for the last one."""
-        own, engine = self._own, self._engine
-        assert own is not None
+        if (own := self._own) is None:
+            return values_of(model, batch, number)
+        engine = self._engine
         index = next(index for index, other in enumerate(self._micro_batches) if other is batch)
         row, first_pass = engine.plan.row(index), None if own.samples else self.first_pass
         watches = first_pass is not None and isinstance(model, nn.Module)

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from ..alone.kept import Changes
 from ..layout import Layout
 from ..parallel.strategies import main_strategy, strategies_of
-from ..plan import Plan
 from ..step.setup import Setup
 from .compare import Gap, Key
 from .first_pass import FirstPass
@@ -37,9 +36,9 @@ def verdict(
 ) -> str:
     """Names the first of these differences, where it begins, and its likely cause. `steps` are what step `number` did
     in each process, the main process first; `find` is that of a FirstDifference."""
-    order, plan = ("value", "eval", "norm", "weight", "replica"), setup.plan
+    order, layout = ("value", "eval", "norm", "weight", "replica"), setup.plan.layout
     first = min(gaps, key=lambda key: (order.index(key[0]), key != ("value", "loss")))
-    lines = [f"{plan.layout} does not give the result of one process: in step {number + 1}, {gaps[first].text}"]
+    lines = [f"{layout} does not give the result of one process: in step {number + 1}, {gaps[first].text}"]
     where, line = find(first[0])
     lines += [f"  {line}"] if line else []
     values = where == "forward" or any(what in ("value", "eval") for what, _ in gaps)
@@ -47,25 +46,23 @@ def verdict(
     only_weights = not values and not where and ("norm", "") not in gaps
     asked = getattr(setup.accelerator, "asked", {})
     causes = _causes_in_the_recipe(first_pass, reference.changes, asked, gaps)
-    cause = _cause_in_a_sample(steps, reference.steps[number], plan, number) or next(causes, None)
+    cause = _cause_in_a_sample(steps, reference.steps[number]) or next(causes, None)
     if cause is None and at_once:
-        cause = _cause_of_values(where, first_pass.draws, plan.layout)
+        cause = _cause_of_values(where, first_pass.draws, layout)
     elif cause is None:
-        main, optimizer = main_strategy(plan.layout), type(setup.optimizer).__name__
+        main, optimizer = main_strategy(layout), type(setup.optimizer).__name__
         text = main.cause_in_update if only_weights else f"{CAUSES.get(where, CAUSES[''])}: use {{fallback}}"
-        cause = text.format(layout=plan.layout, optimizer=optimizer, fallback=main.fallback)
+        cause = text.format(layout=layout, optimizer=optimizer, fallback=main.fallback)
     return "\n".join([*lines, f"  likely cause: {cause}", "  --check_steps 0 trains without this check"])
 
 
-def not_repeated(reference: Reference, setup: Setup) -> str | None:
+def not_repeated(reference: Reference) -> str | None:
     """The lines for a first step that one process does not take twice with the same result: what it changed is not all
     given back, or it draws what nothing seeds. Then no difference can be called noise. None if it repeats itself."""
-    number, again, plan = min(reference.steps), reference.again, setup.plan
-    expected = reference.steps[number]
-    why = what_does_not_repeat(again, expected, plan, number, reference.is_low)
-    if why is None:
+    again, expected = reference.again, reference.steps[min(reference.steps)]
+    if (why := what_does_not_repeat(again, expected, reference.is_low)) is None:
         return None
-    cause = _cause_in_a_sample([again], expected, plan, number)
+    cause = _cause_in_a_sample([again], expected)
     if cause is None:
         known = ", ".join([*reference.changes.names, *reference.changes.generators][:3])
         cause = (
@@ -80,12 +77,11 @@ def not_repeated(reference: Reference, setup: Setup) -> str | None:
     )
 
 
-def _cause_in_a_sample(steps: Sequence[Step], expected: Step, plan: Plan, number: int) -> str | None:
+def _cause_in_a_sample(steps: Sequence[Step], expected: Step) -> str | None:
     """Names a sample that a process read differently than the main process; None if there is none."""
-    ids = [ids.tolist() for _, ids in plan.global_micro_batches(number)]
     for row, batch in (each for step in steps for each in step.samples.items()):
         for name, sums in batch.items():
-            for sample, here, there in zip(ids[row], sums, expected.samples[row].get(name, [])):
+            for sample, here, there in zip(expected.ids[row], sums, expected.samples[row].get(name, [])):
                 if here != there:
                     return (
                         f'"{name}" of sample {sample} changes when it is read again: draw from the generators of '

@@ -32,11 +32,8 @@ NOISE = 0.02  # beside the weights in the rehearsal
 
 def cut_of(setup: Setup) -> Cut:
     """The cut of a setup's model, after each stage has given the same result as the whole model. The model, and
-    everything that `forward_step` refers to, is unchanged afterwards.
-
-    Raises:
-        UsageError: the model cannot be cut into its stages, or a stage needs more than hidden states.
-    """
+    everything that `forward_step` refers to, is unchanged afterwards. Raises UsageError if the model cannot be cut into
+    its stages, or a stage needs more than hidden states."""
     device, model, name = device_for_passes(setup), setup.model, type(setup.model).__name__
     cut, ends = find_cut(setup, _alone, partial(generator_states, device))
     with _alone(setup) as forward:
@@ -63,16 +60,8 @@ def cut_of(setup: Setup) -> Cut:
 def find_cut(
     setup: Setup, passes: Callable[[Setup], AbstractContextManager[Forward]], states: Callable[[], Any]
 ) -> tuple[Cut, list[Any]]:
-    """A cut that nobody has rehearsed, and what `cut_chain` returns beside it.
-
-    Args:
-        setup: of the run.
-        passes: gives a pass in a `with` block.
-        states: gives those of the generators of random numbers.
-
-    Raises:
-        UsageError: the model has no chain of as many layers as stages.
-    """
+    """A cut that nobody has rehearsed, and what `cut_chain` returns beside it. Raises UsageError if the model has no
+    chain of as many layers as stages. `passes` gives a pass in a `with` block, `states` those of the generators."""
     model, size = setup.model, setup.plan.layout.pp
     num_stages = size * SCHEDULES[setup.plan.config.pipeline_schedule].per_process
     with passes(setup) as forward:

@@ -54,16 +54,12 @@ class _Passes:
 
     In the first one they give their outputs, and random numbers beside: outputs of a pretrained model may be zeros,
     which show nothing. It is traced. Those that follow repeat these outputs, or shares of them.
-
-    Attributes:
-        layers: the linear ones, {name: layer}.
-        shared: names of those that share a weight.
     """
 
     def __init__(self, model: nn.Module, forward: Forward):
         self._forward, self._modules = forward, dict(model.named_modules())
-        self.layers = {name: module for name, module in self._modules.items() if _is_plain(module)}
-        self.shared = shared_layers(self._modules) & self.layers.keys()
+        self.layers = {name: module for name, module in self._modules.items() if _is_plain(module)}  # the linear ones
+        self.shared = shared_layers(self._modules) & self.layers.keys()  # those that share a weight
         self._outputs: dict[Call, Tensor] = {}
         self._sources, self._consumers, self._between = ({name: set[str]() for name in self.layers} for _ in range(3))
         trace, of_layers = Trace(), {weight for layer in self.layers.values() for weight in layer.parameters()}

@@ -98,13 +98,10 @@ class ExpertGroup:
     Args:
         mesh: of the processes, with "replicas" of the group.
         tensor: those that share each layer, and have the same tokens.
-
-    Attributes:
-        size: number of processes.
-        rank: of this process among them; it holds the experts from `rank` × (experts / size) on.
     """
 
     def __init__(self, mesh: Any, tensor: TensorGroup | None = None):
+        # This process holds the experts from rank × (experts / size) on.
         self.size, self.rank = mesh["experts"].size(), mesh.get_local_rank("experts")
         self._group, self._replicas = mesh.get_group("experts"), mesh.get_group("replicas")
         self._tensor, self._num_replicas = tensor, mesh["replicas"].size()

@@ -15,20 +15,17 @@ if TYPE_CHECKING:  # the first import takes 0.7 s
     from torch.distributed.device_mesh import DeviceMesh
 
 
+@dataclass
 class Grid:
     """The groups of processes that share something, along the axes of a layout.
 
     Data-parallel ranks are outermost. Tensor parallelism is innermost: its groups need the fastest links, and a weight
     that it leaves whole is held by processes with consecutive ranks (`holders` in weights/shards.py).
-
-    Args:
-        layout: of the run.
-        device: of this process.
-        hang_timeout: of the run, in seconds.
     """
 
-    def __init__(self, layout: Layout, device: torch.device, hang_timeout: float = 0):
-        self.layout, self.device, self._hang_timeout = layout, device, hang_timeout
+    layout: Layout  # of the run
+    device: torch.device  # of this process
+    hang_timeout: float = 0  # of the run, in seconds
 
     @cached_property
     def sizes(self) -> dict[str, int]:
@@ -52,7 +49,7 @@ class Grid:
         """The mesh; its groups wait as long as others do. Torch's default for NCCL, 10 minutes, would end a run before
         the watchdog names a process."""
         for group in mesh.get_all_groups():
-            dist.distributed_c10d._set_pg_timeout(collective_timeout(self._hang_timeout), group)
+            dist.distributed_c10d._set_pg_timeout(collective_timeout(self.hang_timeout), group)
         return mesh
 
     @cached_property
@@ -79,12 +76,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Part:
-    """The part of a model that this process runs.
+    """The part of a model that this process runs."""
 
-    Attributes:
-        model: the recipe's, with its names; of a pipeline without the weights of other stages.
-        root: the module that runs: the model, or what runs a stage.
-    """
-
-    model: nn.Module
-    root: nn.Module
+    model: nn.Module  # the recipe's, with its names; of a pipeline without the weights of other stages
+    root: nn.Module  # the module that runs: the model, or what runs a stage

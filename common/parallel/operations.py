@@ -82,12 +82,8 @@ class Operations(Trace):
 def watched(engine: Engine, styles: Mapping[str, str]) -> NumberedStep:
     """The `forward_step` of an engine; it raises UsageError if a pass draws random numbers or does more between divided
     layers, and those of the first steps did not. Watched are the passes of steps whose result is read, the first one
-    after each step in an evaluation, and those of new shapes; of the others only whether they draw.
-
-    Args:
-        engine: with a divided model.
-        styles: of the plan that divides its layers, if there is one.
-    """
+    after each step in an evaluation, and those of new shapes; of the others only whether they draw. `styles`: of the
+    plan that divides its layers, if there is one."""
     forward_step, plan, last = engine.forward_step, engine.plan, [(True, -1)]
     first = dict[bool, int]()  # {whether a pass has gradients: number of the first step with such a pass}
     known, seen, draws = {True: set[str](), False: set[str]()}, set[Any](), set[bool]()

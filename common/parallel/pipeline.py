@@ -121,12 +121,8 @@ class PipelineParallel(Strategy):
 
 
 class PipelineEngine(Engine):
-    """Steps through a pipeline. Only the process of its last stage has the losses.
-
-    Args:
-        setup: of the run, with a whole model and its cut.
-        division: of the model.
-    """
+    """Steps through a pipeline, of a setup with a whole model and its cut. Only the process of its last stage has the
+    losses."""
 
     def __init__(self, setup: Setup, division: Division):
         plan, layout, mesh = setup.plan, setup.plan.layout, division.grid.mesh

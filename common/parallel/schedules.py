@@ -15,17 +15,12 @@ Before = Callable[[int, int, bool], None]  # (stage, micro-batch, whether the pa
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule of torch.distributed.pipelining.
+    """A schedule of torch.distributed.pipelining."""
 
-    Attributes:
-        kind: its class there.
-        per_process: how many stages a process has: every so many.
-        is_zero_bubble: a process has stage s and the one that is as far from the end. A backward pass is two: for the
-            hidden states, which others wait for, and later for the weights.
-    """
-
-    kind: str
-    per_process: int = 1
+    kind: str  # its class there
+    per_process: int = 1  # how many stages a process has: every so many
+    # A process has stage s and the one that is as far from the end. A backward pass is two: for the hidden states,
+    # which others wait for, and later for the weights.
     is_zero_bubble: bool = False
 
     def places(self, size: int) -> dict[int, int]:
@@ -43,14 +38,10 @@ SCHEDULES = {
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a schedule, if a forward pass through all layers of a process takes 1, and a backward pass 2.
+    """The cost of a schedule, if a forward pass through all layers of a process takes 1, and a backward pass 2."""
 
-    Attributes:
-        idle: share of the time of a step in which the busiest process waits.
-        live: for each process, how many micro-batches keep their activations at most, each in all of its layers.
-    """
-
-    idle: float
+    idle: float  # share of the time of a step in which the busiest process waits
+    # for each process, how many micro-batches keep their activations at most, each in all of its layers
     live: list[float]
 
     def __str__(self) -> str:
@@ -140,16 +131,9 @@ def _passing_stage() -> Any:
 def make_steps(
     schedule: Schedule, size: int, roots: Mapping[int, nn.Module], device: torch.device, group: Any
 ) -> Callable[[Sequence[Shape], Before], None]:
-    """A function that takes the forward and backward passes of a step through the stages of a pipeline. It gets shape
-    and type of the hidden states of each micro-batch, and what is called before each pass.
-
-    Args:
-        schedule: of `SCHEDULES`.
-        size: number of processes of the pipeline.
-        roots: {stage: module that runs it}, of this process.
-        device: of this process.
-        group: of the pipeline.
-    """
+    """A function that takes the forward and backward passes of a step through the stages of a pipeline of `size`
+    processes. It gets shape and type of the hidden states of each micro-batch, and what is called before each pass.
+    `roots`: {stage: module that runs it}, of this process."""
     from torch.distributed import pipelining
 
     # Torch would take a whole step more to find a shape, and let it be the only one.

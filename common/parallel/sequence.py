@@ -42,12 +42,7 @@ class SequenceParallel(Strategy):
 
 
 class SequenceGroup:
-    """The processes that share the tokens of the same samples.
-
-    Attributes:
-        size: number of processes.
-        rank: of this process among them; it holds slice `rank` of the tokens.
-    """
+    """The processes that share the tokens of the same samples: each holds the slice of its rank among them."""
 
     def __init__(self, mesh: Any):
         self.size, self.rank, self._group = mesh.size(), mesh.get_local_rank(), mesh.get_group()

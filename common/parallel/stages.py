@@ -25,24 +25,16 @@ Run = Callable[[nn.Module], Any]  # a pass of forward_step, with a model
 
 @dataclass(frozen=True)
 class Cut:
-    """A chain of layers, cut into stages.
+    """A chain of layers, cut into stages."""
 
-    Attributes:
-        chain: {layer: how many values it returns as a tuple}, from `find_chain`.
-        bounds: stage s holds layers bounds[s] to bounds[s + 1] - 1.
-        stages_of: {parameter or buffer: the stages that hold it}, under all names.
-        untouched: parameters that no layer has and the passes did not use. All stages hold them: a pass with other
-            samples, or an evaluation, may use them anywhere.
-        first_names: {parameter: its first name}, under all names.
-        left: attributes that layers of the chain set in a pass, as for a loss beside their outputs.
-    """
-
-    chain: Mapping[str, int]
-    bounds: Sequence[int]
-    stages_of: Mapping[str, frozenset[int]]
+    chain: Mapping[str, int]  # {layer: how many values it returns as a tuple}, from `find_chain`
+    bounds: Sequence[int]  # stage s holds layers bounds[s] to bounds[s + 1] - 1
+    stages_of: Mapping[str, frozenset[int]]  # {parameter or buffer: the stages that hold it}, under all names
+    # Parameters that no layer has and the passes did not use. All stages hold them: a pass with other samples, or an
+    # evaluation, may use them anywhere.
     untouched: frozenset[str]
-    first_names: Mapping[str, str]
-    left: frozenset[str] = frozenset()
+    first_names: Mapping[str, str]  # {parameter: its first name}, under all names
+    left: frozenset[str] = frozenset()  # attributes that layers of the chain set in a pass, as for a loss beside it
 
 
 def hidden_states(*args: Any, **named: Any) -> Any:
@@ -110,21 +102,12 @@ class Stage(nn.Module):
 
     Layers of other stages keep their place and class and lose their weights. Those before this stage give tensors
     without values, but for the last of them, which gives what `forward` got; that after it ends the pass. In front of
-    the first layer, weights of other stages have no values either: the results are replaced.
-
-    Args:
-        model: whole; changed in place.
-        cut: of the model.
-        index: of this stage.
-        device: for what has no values.
-
-    Attributes:
-        run: a pass of `forward_step`, with the model.
-        shape: shape and type of the hidden states that the next stage expects.
+    the first layer, weights of other stages have no values either: the results are replaced. The model is changed in
+    place.
     """
 
     run: Run
-    shape: tuple[torch.Size, torch.dtype] | None = None
+    shape: tuple[torch.Size, torch.dtype] | None = None  # of the hidden states that the next stage expects
 
     def __init__(self, model: nn.Module, cut: Cut, index: int, device: torch.device):
         super().__init__()
@@ -225,14 +208,7 @@ def entry_of(
     model: nn.Module, chain: Mapping[str, int], device: torch.device, dtype: torch.dtype | None = None
 ) -> nn.Module:
     """A copy of a model, of which a pass ends before the first layer: to find the shape of the hidden states. Its
-    weights have no values, and no process waits for another.
-
-    Args:
-        model: whole.
-        chain: of the model.
-        device: for the weights.
-        dtype: of the weights in a pass; None: their own.
-    """
+    weights have no values, and no process waits for another. `dtype`: of the weights in a pass; None: their own."""
     entry = copied(model).eval()
     for path, module in entry.named_modules():
         for key, weight in module._parameters.items():

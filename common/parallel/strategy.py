@@ -26,37 +26,23 @@ ModelCheck = Callable[[nn.Module, torch.optim.Optimizer, Plan], None]
 
 
 class Strategy:
-    """A strategy of parallelism. A layout combines one or several; one of them wraps the model.
+    """A strategy of parallelism. A layout combines one or several; one of them wraps the model."""
 
-    Attributes:
-        name: for the terminal.
-        axis: of a layout, if it has one of its own.
-        wraps: whether it can be the one that wraps the model; the first such strategy of a layout does.
-        distributed_type: of Accelerate, if it has one for this strategy.
-        needs_all_weights: whether each forward pass must use all weights.
-        takes_means: whether what wraps the model takes the mean of the processes' gradients. Others take the sum.
-        takes_fp16: whether it knows the loss scaling of fp16.
-        of_weights: whether it divides weights, and not only what a pass computes.
-        launch_checks: raise UsageError for a launch that cannot work.
-        model_checks: raise UsageError for a model or optimizer that this strategy cannot train with the result of one
-            process.
-        fallback: what to type for a model that this strategy cannot train.
-        cause_at_once: what this strategy may have to do with values of `forward_step` that differ from those of one
-            process in the first step, and what to type; "" if nothing. `verdict` in check/ fills it in.
-        cause_in_update: the same, where only the weights differ after a step.
-    """
-
-    name: ClassVar[str]
-    axis: ClassVar[str] = ""
-    wraps: ClassVar[bool] = True
-    distributed_type: ClassVar[DistributedType | None] = None
-    needs_all_weights: ClassVar[bool] = False
-    takes_means: ClassVar[bool] = False
-    takes_fp16: ClassVar[bool] = True
-    of_weights: ClassVar[bool] = True
+    name: ClassVar[str]  # for the terminal
+    axis: ClassVar[str] = ""  # of a layout, if it has one of its own
+    wraps: ClassVar[bool] = True  # whether it can wrap the model; the first such strategy of a layout does
+    distributed_type: ClassVar[DistributedType | None] = None  # of Accelerate, if it has one for this strategy
+    needs_all_weights: ClassVar[bool] = False  # whether each forward pass must use all weights
+    takes_means: ClassVar[bool] = False  # whether what wraps the model takes the mean of gradients; others: the sum
+    takes_fp16: ClassVar[bool] = True  # whether it knows the loss scaling of fp16
+    of_weights: ClassVar[bool] = True  # whether it divides weights, and not only what a pass computes
+    # They raise UsageError for a launch that cannot work, and for a model or optimizer that this strategy cannot train
+    # with the result of one process.
     launch_checks: ClassVar[tuple[LaunchCheck, ...]] = ()
     model_checks: ClassVar[tuple[ModelCheck, ...]] = ()
-    fallback: ClassVar[str] = "--config_file accelerate_configs/ddp.yaml"
+    fallback: ClassVar[str] = "--config_file accelerate_configs/ddp.yaml"  # for a model that it cannot train
+    # What this strategy may have to do with values of `forward_step` that differ from one process in the first step,
+    # and what to type; "" if nothing. `verdict` in check/ fills it in. Below: where only the weights differ.
     cause_at_once: ClassVar[str] = ""
     cause_in_update: ClassVar[str] = (
         "{optimizer} does not get each weight whole, or keeps weights beside param_groups and state; or a hook finds "
@@ -94,15 +80,7 @@ class Strategy:
 
 
 class Division:
-    """Divides a model, in the order of the strategies.
-
-    Args:
-        setup: of the run, with the whole model.
-        strategies: of the layout; not all of them divide a model.
-
-    Attributes:
-        grid: of the run.
-    """
+    """Divides the model of a setup, in the order of the strategies of its layout; not all of them divide a model."""
 
     def __init__(self, setup: Setup, strategies: Sequence[Strategy]):
         self.grid = Grid(setup.plan.layout, setup.accelerator.device, setup.plan.config.hang_timeout)
@@ -111,12 +89,8 @@ class Division:
 
     def apply(self, part: Part, weights: bool = True) -> None:
         """Divides a part, reads the weights that are still on disk, moves it to the device, and gives the optimizer its
-        weights in place of those of the whole model.
-
-        Args:
-            part: of the model.
-            weights: False: the part has none, and what it computes is divided alone.
-        """
+        weights in place of those of the whole model. `weights`: False: the part has none, and what it computes is
+        divided alone."""
         device, before = self.grid.device, dict(part.model.named_parameters(remove_duplicate=False))
         with materialized(part.model, "cpu" if offloads(self.grid.layout) else device):
             for strategy, plan in self._plans if weights else [each for each in self._plans if not each[0].of_weights]:

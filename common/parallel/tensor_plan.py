@@ -62,14 +62,8 @@ def kind_of(name: str) -> str:
 
 
 def what_is_divided(model: nn.Module, size: int, plan: Mapping[str, str], why: str) -> str:
-    """The share of the weights that a plan divides, and the largest layers that it leaves whole, for the terminal.
-
-    Args:
-        model: whole.
-        size: number of processes that share a layer.
-        plan: {name: style}
-        why: layers that share no weight stay whole.
-    """
+    """The share of the weights that a plan, {name: style}, divides among `size` processes, and the largest layers that
+    it leaves whole, for the terminal. `why`: layers that share no weight stay whole."""
     modules, kinds = dict(model.named_modules()), dict[tuple[str, str], list[str]]()
     linear = {name: module.weight.numel() for name, module in modules.items() if is_linear(module)}
     divided = (modules[name] for name, style in plan.items() if style in (*ENDS, EXPERTS, *PACKED))
@@ -84,13 +78,8 @@ def what_is_divided(model: nn.Module, size: int, plan: Mapping[str, str], why: s
 
 
 def shipped_plan(model: nn.Module, size: int, packs: bool = True) -> tuple[dict[str, str], str]:
-    """({module: style}, why it is not used): what the model's `tp_plan` divides, or nothing and why.
-
-    Args:
-        model: whole.
-        size: number of processes that share a layer.
-        packs: whether a process may hold several ranges of a weight, as of experts.
-    """
+    """({module: style}, why it is not used): what the model's `tp_plan` divides among `size` processes, or nothing and
+    why. `packs`: whether a process may hold several ranges of a weight, as of experts."""
     name, plan = type(model).__name__, getattr(model, "tp_plan", None)
     if not plan:
         return {}, f"{name} has no tp_plan"

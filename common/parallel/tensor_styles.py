@@ -97,14 +97,8 @@ class TensorGroup:
 
 
 def divide(module: Any, style: str, group: TensorGroup, attribute: str = "") -> None:
-    """Divides the weights of a module, which then computes this process's share.
-
-    Args:
-        module: whole.
-        style: of `shipped_plan` or `derive`.
-        group: of the processes.
-        attribute: the number that the style `NUMBER` divides.
-    """
+    """Divides the weights of a module, which then computes this process's share. `style`: of `shipped_plan` or
+    `derive`; `attribute`: the number that the style `NUMBER` divides."""
     if style == NUMBER:
         setattr(module, attribute, getattr(module, attribute) // group.size)
         return

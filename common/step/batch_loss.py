@@ -25,17 +25,11 @@ MOST_DIFFERENCE = 0.02  # between the values of the two passes, relative to thei
 
 @dataclass(frozen=True)
 class Share:
-    """What the loss of the global batch means for one micro-batch.
+    """What the loss of the global batch means for one micro-batch."""
 
-    Attributes:
-        metrics: what `batch_loss` returned for its samples, without a graph.
-        values: of `forward_step` in the first pass.
-        gradients: of the sum of weight × loss over the global batch, for these values.
-    """
-
-    metrics: Values
-    values: Values
-    gradients: Values
+    metrics: Values  # what `batch_loss` returned for its samples, without a graph
+    values: Values  # of `forward_step` in the first pass
+    gradients: Values  # of the sum of weight × loss over the global batch, for these values
 
     def connection(self, values: Values) -> Tensor:
         """0, whose gradient is the part of the global batch's gradient that passes through these values."""
@@ -53,25 +47,17 @@ class Share:
                 )
 
 
+@dataclass
 class BatchLoss:
-    """The `batch_loss` of `fit`.
+    """The `batch_loss` of `fit`."""
 
-    Args:
-        function: the user's.
-        plan: of the run.
-        device: of the values.
-    """
-
-    def __init__(self, function: BatchLossFn, plan: Plan, device: torch.device):
-        self.function, self.plan, self.device = function, plan, device
+    function: BatchLossFn  # the user's
+    plan: Plan  # of the run
+    device: torch.device  # of the values
 
     def __call__(self, values: Values, step: int) -> Values:
-        """The metrics of these samples, each of shape (samples,). Raises UsageError for other shapes.
-
-        Args:
-            values: {name: values of the samples, of shape (samples, ...)}.
-            step: number of the optimizer step, or EVALUATION; random numbers are a function of it.
-        """
+        """The metrics of the samples with these values, (samples, ...), each of shape (samples,). Raises UsageError for
+        other shapes. `step`: number of the optimizer step, or EVALUATION; random numbers are a function of it."""
         given = {name: value for name, value in values.items() if name != SAMPLE_WEIGHT}
         with restore_generators(self.device):
             seed_forward(self.plan.config.seed, step, COMPARISON, self.device)
@@ -106,8 +92,7 @@ def first_pass(
 
     Args:
         forward: (number of the micro-batch, micro-batch) -> values of `forward_step`.
-        micro_batches: of a step.
-        num: how many they are.
+        num: how many micro-batches they are.
         module: whose buffers stay as they are: the second pass changes them again, as BatchNorm does.
     """
     kept = [
@@ -145,9 +130,6 @@ def widened(value: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def gather(accelerator: Accelerator, layout: Layout, rows: Tensor) -> Tensor:
-    """The values of all data-parallel ranks in the order of the samples, of shape (samples, ...).
-
-    Args:
-        rows: those of this process, of shape (micro-batches, micro_batch, ...).
-    """
+    """The values of all data-parallel ranks in the order of the samples, of shape (samples, ...). `rows`: those of this
+    process, of shape (micro-batches, micro_batch, ...)."""
     return accelerator.gather(rows[None])[:: layout.model_parallel_size].transpose(0, 1).flatten(0, 2)

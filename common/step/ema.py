@@ -14,12 +14,8 @@ class EMA:
 
     The decay rises to its value along (1 + updates) / (10 + updates), to reduce the influence of the
     random initial weights (as in TensorFlow's ExponentialMovingAverage). Each process averages the
-    weights, or shards of weights, that its optimizer updates. Buffers are not averaged.
-
-    Args:
-        weights: to average.
-        decay: between 0 and 1.
-        after_swap: called when the weights have got other values.
+    weights, or shards of weights, that its optimizer updates. Buffers are not averaged. `after_swap` is called when the
+    weights have got other values.
     """
 
     def __init__(self, weights: Iterable[Tensor], decay: float, after_swap: Callable[[], None]):

@@ -37,48 +37,22 @@ from .values import weighted_metrics, weighted_sum
 
 @dataclass
 class StepResult:
-    """The result of one optimizer step in this process. Tensors stay on the device: reading them would stall it.
+    """The result of one optimizer step in this process. Tensors stay on the device: reading them would stall it."""
 
-    Attributes:
-        losses: for each micro-batch, the sum of weight × loss over this process's samples, 0-dim.
-        weight: sum of the weights of this process's samples; the number of samples if a batch has
-            no "weight".
-        grad_norm: L2 norm of the gradient of the whole model over the global batch, before
-            clipping; None if not requested.
-        skipped: whether the loss scaler found an overflow and left the weights unchanged.
-        metrics: for each micro-batch, the other metrics of `forward_step`, each times the sample's weight, of shape
-            (micro_batch,).
-    """
-
-    losses: list[Tensor]
-    weight: Tensor | float
-    grad_norm: Tensor | float | None
-    skipped: bool = False
+    losses: list[Tensor]  # for each micro-batch, the sum of weight × loss over this process's samples, 0-dim
+    weight: Tensor | float  # sum of those of this process's samples; their number if a batch has no "weight"
+    grad_norm: Tensor | float | None  # L2, of the whole model's over the global batch, before clipping; None: not asked
+    skipped: bool = False  # whether the loss scaler found an overflow and left the weights unchanged
+    # for each micro-batch, the other metrics of `forward_step`, each times the sample's weight, of shape (micro_batch,)
     metrics: list[dict[str, Tensor]] = field(default_factory=list)
 
 
 class Engine:
     """Takes optimizer steps with the model and optimizer that a strategy has wrapped, and gives checkpoints and exports
-    their state. DeepSpeed updates the weights by itself; a pipeline takes the passes of a step in another order.
+    their state. DeepSpeed updates the weights by itself; a pipeline takes the passes of a step in another order."""
 
-    Attributes:
-        setup: of the run, before `prepare`.
-        accelerator: from `start(config)`.
-        model: the model that `forward_step` calls, as the strategy wrapped it.
-        optimizer: as Accelerate wrapped it, or the one that this object was given.
-        plan: of the run.
-        ema: the moving average of the weights; None without `--ema_decay`.
-        numbers: what the optimizer keeps beside tensors.
-        replicas: the comparison of what several processes hold of the same weights.
-        trained: whether gradients reach the weights, and steps move them.
-        shares: of this process's micro-batches in the loss of the global batch; of the last step with a first pass.
-        after_backward: called in each step when the gradients are there, before anything reads or clips them.
-        row: of the micro-batch whose forward pass began last, among those of all processes.
-        rounds_weights: whether the first step finds other weights than the model had, because they were rounded.
-    """
-
-    rounds_weights = False
-    row: int | None = None
+    rounds_weights = False  # whether the first step finds other weights than the model had, because they were rounded
+    row: int | None = None  # of the micro-batch whose forward pass began last, among those of all processes
 
     def __init__(
         self, setup: Setup, model: nn.Module, optimizer: AcceleratedOptimizer | torch.optim.Optimizer | None = None
@@ -87,10 +61,11 @@ class Engine:
             optimizer = setup.accelerator.prepare_optimizer(setup.optimizer)
             choose_fused_kernels(setup.accelerator, setup.optimizer)
         self.setup, self.accelerator, self.plan = setup, setup.accelerator, setup.plan
-        self.model, self.optimizer = model, optimizer
+        self.model, self.optimizer = model, optimizer  # as the strategy and Accelerate wrapped them
         forward_step, self.batch_loss = setup.check_functions(model)
         self.forward_step = forward_step if setup.watched is None else setup.watched(forward_step)
-        self.shares: list[Share] = []
+        self.shares: list[Share] = []  # of this process's micro-batches, of the last step with a first pass
+        # Called in each step when the gradients are there, before anything reads or clips them.
         self.after_backward: list[Callable[[], None]] = []
         self.numbers = Numbers(self._own_optimizer)
         self.replicas = Replicas(setup, self.saved_tensors, self.holders)
@@ -333,11 +308,7 @@ class Engine:
 
     def each_whole(self, tensors: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yields (name, tensor), whole in the main process, one at a time. A collective: all processes must call it and
-        take all.
-
-        Args:
-            tensors: that are divided as the weights of these names are; None: the weights and saved buffers.
-        """
+        take all. `tensors`: that are divided as the weights of these names are; None: the weights and saved buffers."""
         for name, tensor in self._of_all_stages(self.saved_tensors() if tensors is None else tensors):
             yield name, self._whole(tensor).detach()
 

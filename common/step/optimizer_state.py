@@ -16,11 +16,7 @@ OF_TORCH = {*vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))])), "_need_devic
 
 
 class Numbers:
-    """Saves and restores the numbers of an optimizer, and finds what a checkpoint would lose.
-
-    Args:
-        optimizer: the user's, after `prepare`.
-    """
+    """Saves and restores the numbers of the user's optimizer, and finds what a checkpoint would lose."""
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.optimizer = optimizer

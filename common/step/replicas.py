@@ -28,20 +28,14 @@ class Replicas:
     """Compares the bits of what several processes hold of the same weights.
 
     Each process adds up the bits of the shards that it shares with the same other processes. The sums travel with those
-    of a training record. Buffers that differ after the checked steps, as those of BatchNorm, may differ.
-
-    Args:
-        setup: of the run.
-        tensors: `saved_tensors` of the engine.
-        holders: as that of the engine.
-
-    Attributes:
-        agreed: number of optimizer steps after which the processes last agreed; 0 before the first comparison.
+    of a training record. Buffers that differ after the checked steps, as those of BatchNorm, may differ. `tensors` and
+    `holders` are those of the engine.
     """
 
     def __init__(self, setup: Setup, tensors: Callable[[], dict[str, Tensor]], holders: Callable[[str], Sequence[int]]):
         self._accelerator, self._plan, self._tensors, self._holders = setup.accelerator, setup.plan, tensors, holders
-        self.agreed, self._compares = 0, self._plan.layout.num_processes > 1
+        self.agreed = 0  # steps after which the processes last agreed; 0 before the first comparison
+        self._compares = self._plan.layout.num_processes > 1
         self._buffers: frozenset[str] = frozenset()  # that are compared
 
     def compare_buffers(self, group: CpuGroup) -> None:
@@ -64,11 +58,7 @@ class Replicas:
 
     def rows(self, bits: Mapping[str, Tensor]) -> Tensor:
         """float64 of shape (processes, 6, 2), zero but for this process's row: for each set of processes with which it
-        shares weights [which weights, their bits]. `drift` takes the sum over the processes.
-
-        Args:
-            bits: {weight: sum of the bits that this process holds}.
-        """
+        shares weights [which weights, their bits]. `drift` takes the sum over the processes. `bits` are of this one."""
         layout, device = self._plan.layout, self._accelerator.device
         rows = torch.zeros(layout.num_processes, MOST, 2, dtype=torch.float64, device=device)
         if self._compares:
@@ -78,13 +68,8 @@ class Replicas:
         return rows
 
     def drift(self, rows: Sequence[float], step: int) -> str | None:
-        """Which process holds a different weight than which; None if all are equal. The same in all
-        processes, and a collective if bits differ.
-
-        Args:
-            rows: the sum of what `rows` returned in all processes, flat.
-            step: number of optimizer steps taken.
-        """
+        """Which process holds a different weight than which; None if all are equal. The same in all processes, and a
+        collective if bits differ. `rows`: the sum of what `rows` returned in all processes, flat."""
         pairs = {*zip(rows[::2], rows[1::2])}
         if len(pairs) > len({which for which, _ in pairs}):
             return self._first_difference()

@@ -23,33 +23,20 @@ from .values import check_values
 
 @dataclass(frozen=True)
 class Setup:
-    """The model, the optimizer and what else takes the steps of a run, before `prepare`.
+    """The model, the optimizer and what else takes the steps of a run, before `prepare`."""
 
-    Attributes:
-        accelerator: from `start(config)`.
-        model: the recipe's module.
-        optimizer: over its weights.
-        forward_step: as for `fit`.
-        plan: of the run.
-        batch_loss: as for `fit`.
-        train_set: with its `collate_fn`; None: there are no passes before the run.
-        eval_sets: {name: evaluation set}; the name of a single one is "".
-        options: of `fit`.
-        plans: {strategy: how it will divide the model}; one that is there already is not found again.
-        watched: `forward_step` -> one that an observer watches; None: nobody does.
-    """
-
-    accelerator: Accelerator
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    forward_step: ForwardStep
-    plan: Plan
-    batch_loss: BatchLossFn | None = None
-    train_set: Any = None
-    eval_sets: Mapping[str, MapDataset] = field(default_factory=dict)
-    options: FitOptions = field(default_factory=FitOptions)
+    accelerator: Accelerator  # from `start(config)`
+    model: nn.Module  # the recipe's module
+    optimizer: torch.optim.Optimizer  # over its weights
+    forward_step: ForwardStep  # as for `fit`
+    plan: Plan  # of the run
+    batch_loss: BatchLossFn | None = None  # as for `fit`
+    train_set: Any = None  # with its `collate_fn`; None: there are no passes before the run
+    eval_sets: Mapping[str, MapDataset] = field(default_factory=dict)  # {name: set}; the name of a single one is ""
+    options: FitOptions = field(default_factory=FitOptions)  # of `fit`
+    # {strategy: how it will divide the model}; one that is there already is not found again
     plans: Mapping[str, Any] = field(default_factory=dict)
-    watched: Callable[[NumberedStep], NumberedStep] | None = None
+    watched: Callable[[NumberedStep], NumberedStep] | None = None  # what an observer makes of `forward_step`
 
     @classmethod
     def of(
@@ -88,14 +75,8 @@ class Setup:
 
 
 def compile_if_asked(model: nn.Module, plan: Plan, layers: Sequence[nn.Module] = ()) -> None:
-    """Compiles in place, to keep the names of the weights.
-
-    Args:
-        model: as a whole, unless there are layers.
-        plan: of the run.
-        layers: that FSDP2 gathers one at a time: each is compiled by itself, as torchtitan does, because gathering
-            cannot be part of a graph.
-    """
+    """Compiles a model in place, to keep the names of the weights: as a whole, or layers that FSDP2 gathers one at a
+    time each by itself, as torchtitan does, because gathering cannot be part of a graph."""
     if not plan.config.compile:
         return
     for module in layers or [model]:

@@ -26,13 +26,7 @@ LINES = {
 
 class Trained:
     """Looks at gradients in logged steps, until a record compares the bits of the weights with those of the first one.
-    Not at the weights alone: weight decay moves them without a gradient.
-
-    Args:
-        accelerator: of the run.
-        optimizer: that takes the steps.
-        tensors: `saved_tensors` of the engine.
-    """
+    Not at the weights alone: weight decay moves them without a gradient. `tensors`: `saved_tensors` of the engine."""
 
     def __init__(self, accelerator: Accelerator, optimizer: Any, tensors: Callable[[], dict[str, Tensor]]):
         self._accelerator, self._optimizer, self._tensors = accelerator, optimizer, tensors

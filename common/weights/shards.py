@@ -31,23 +31,15 @@ class TensorReader(Protocol):
 
 @dataclass(frozen=True)
 class Shard:
-    """The range of a tensor that this process holds: all of it, or a part.
+    """The range of a tensor that this process holds: all of it, or a part."""
 
-    Attributes:
-        name: of the tensor.
-        shape: of the whole tensor.
-        offsets: start of the shard in each dimension.
-        sizes: of the shard.
-        get: returns the shard. It may be a collective: all processes call it for all shards, in the same order.
-        writers: ranks of the processes of which one writes it: all that hold it, or of a shard that may differ between
-            them the first. They all hold the same shards for which these are the writers.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    get: Callable[[], Tensor]
+    name: str  # of the tensor
+    shape: tuple[int, ...]  # of the whole tensor
+    offsets: tuple[int, ...]  # start of the shard in each dimension
+    sizes: tuple[int, ...]  # of the shard
+    get: Callable[[], Tensor]  # may be a collective: all processes call it for all shards, in the same order
+    # Ranks of the processes of which one writes it: all that hold it, or of a shard that may differ between them the
+    # first. They all hold the same shards for which these are the writers.
     writers: Sequence[int]
 
     @classmethod

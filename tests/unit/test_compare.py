@@ -11,8 +11,15 @@ from safetensors.torch import save_file
 
 from accelerate_recipes.common.check.sketch import Sketch
 from accelerate_recipes.common.check.tolerances import RECORD
-from accelerate_recipes.verify.compare import compare, compared, distances, noise_floor, of_all_steps
-from accelerate_recipes.verify.trace import Tensors, Trace
+from accelerate_recipes.verify.compare import (
+    Tensors,
+    Trace,
+    compare,
+    compared,
+    distances,
+    noise_floor,
+    of_all_steps,
+)
 
 LARGE = torch.randn(1000, generator=torch.Generator().manual_seed(0))
 

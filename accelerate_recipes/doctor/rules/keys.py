@@ -34,19 +34,13 @@ MEANT = {
 
 @dataclass(frozen=True)
 class Known:
-    """What the installed Accelerate knows.
+    """What the installed Accelerate knows."""
 
-    Attributes:
-        kinds: each distributed_type.
-        top: keys at the top of a file.
-        sections: {section: its keys}
-        flags: {key at the top: default of the flag of that name}. Accelerate takes a key of a section without a prefix
-            for such a flag, so these work there, too.
-    """
-
-    kinds: tuple[str, ...]
-    top: set[str]
-    sections: dict[str, set[str]]
+    kinds: tuple[str, ...]  # each distributed_type
+    top: set[str]  # keys at the top of a file
+    sections: dict[str, set[str]]  # {section: its keys}
+    # {key at the top: default of the flag of that name}. Accelerate takes a key of a section without a prefix for such
+    # a flag, so these work there, too.
     flags: dict[str, Any]
 
 
