@@ -31,6 +31,7 @@ class FirstPass:
     draws_in_evaluation: bool = False  # whether it draws from a generator in evaluation mode, too
     # names of variables and numbers that `forward_step` or a layer changes at each call
     keeps: list[str] = field(default_factory=list)
+    moves: bool = False  # whether a pass moves on what later ones use: an evaluation more would change them
     files: list[str] = field(default_factory=list)  # that it opens to write
 
     @contextmanager

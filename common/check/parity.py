@@ -183,7 +183,7 @@ class ParityCheck:
     def _observe_step(self, number: int, micro_batches: Sequence[Batch]) -> StepResult:
         """The first step of a run that is not checked. Says what it does beside computing values."""
         first_pass = self._first_pass
-        _, result = self._observer.step(self.engine, number, micro_batches, is_first=False, modules=None)
+        _, result = self._observer.step(self.engine, number, micro_batches, evaluates=False, modules=None)
         if first_pass.draws and self.layout.tp * self.layout.sp > 1:  # stages draw the same beside their layers
             raise UsageError(
                 f"the forward pass draws random numbers, as dropout does, and {self.layout} divides it: set dropout to "
@@ -204,7 +204,8 @@ class ParityCheck:
             self._rounding = {name: Sketch.of(each) - initial[name] for name, each in weights if name in initial}
         modules = None if self.plan.config.compile or sizes is None else ModuleTrace(block_sizes=sizes)
         with gradients_of(engine._own_optimizer, lambda: engine.saved_tensors().items()) as gradients:
-            own, result = self._observer.step(engine, number, micro_batches, is_first, modules)
+            evaluates = is_first and not self._first_pass.moves
+            own, result = self._observer.step(engine, number, micro_batches, evaluates, modules)
         with self._time():
             self._compare(number, own, gradients)
         if number == self.numbers[-1]:
@@ -218,7 +219,7 @@ class ParityCheck:
 
     def _rehearse_step(self, number: int, micro_batches: Sequence[Batch]) -> StepResult:
         """A later step of a rehearsal, which is compared with one process."""
-        own, result = self._observer.step(self.engine, number, micro_batches, is_first=False, modules=None)
+        own, result = self._observer.step(self.engine, number, micro_batches, evaluates=False, modules=None)
         steps, rehearsal = self.group.all_gather(own), self._rehearsal
         line = None if rehearsal is None else rehearsal.line(steps, self.layout, number)
         if line := self.group.broadcast(line):

@@ -245,6 +245,7 @@ def take_reference(run: ReferenceRun, numbers: range, first_pass: FirstPass) -> 
         raise NotChecked("one device has too little memory for the whole model") from None
     assert run.changes is not None
     first_pass.keeps, first_pass.files = run.changes.names, run.changes.files
+    first_pass.moves = bool(run.changes.names or run.changes.generators)
     types = {weight.dtype for weight in setup.model.parameters() if weight.requires_grad}
     low = [str(each).removeprefix("torch.") for each in types if each in (torch.bfloat16, torch.float16)]
     first_pass.low_weights = ", ".join(low)

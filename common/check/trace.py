@@ -52,14 +52,14 @@ class Observer:
         return replace(setup, watched=lambda values_of: partial(self._observe, values_of))
 
     def step(
-        self, engine: Engine, number: int, micro_batches: Sequence[Batch], is_first: bool, modules: ModuleTrace | None
+        self, engine: Engine, number: int, micro_batches: Sequence[Batch], evaluates: bool, modules: ModuleTrace | None
     ) -> tuple[Step, StepResult]:
-        """Takes a step with the engine. For the first step, also records the evaluation of the first micro-batch;
+        """Takes a step with the engine. With `evaluates`, also records the evaluation of the first micro-batch;
         with `modules`, the output of each module."""
         own, plan = Step(modules=modules or ModuleTrace()), engine.plan
         own.ids = {plan.row(index): ids.tolist() for index, ids in enumerate(plan.own_samples(number))}
         with ExitStack() as hooks:
-            if is_first:
+            if evaluates:
                 values = engine.share_values(
                     evaluate_batch(engine.model, lambda _, *given: engine.evaluate(*given), micro_batches[0], number)
                 )
