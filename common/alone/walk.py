@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import io
 import random
 import re
 import sys
@@ -25,7 +26,16 @@ LARGE = 2**28  # bytes of the tensors beside model and optimizer that are copied
 ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 CONTAINERS = (MutableMapping, MutableSequence, MutableSet)
 # Modules of Python whose objects hold what others put there, beside containers.
-OPEN = ("_thread", "argparse", "builtins", "functools", "multiprocessing.sharedctypes", "queue", "types")
+OPEN = (
+    "_thread",
+    "argparse",
+    "asyncio.queues",
+    "builtins",
+    "functools",
+    "multiprocessing.sharedctypes",
+    "queue",
+    "types",
+)
 REGISTRIES = re.compile("_(parameters|buffers|modules|.*_hooks)")  # of a layer: no part of a name
 HOOKS_OF_WEIGHTS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 ITSELF = "the value"  # the name of the only part of what has one
@@ -110,7 +120,9 @@ class Walk:
         if isinstance(value, partial):
             return [("", value.func), ("", value.args), ("", value.keywords)]
         if isinstance(value, types.ModuleType):
-            return self._fields(name, value) if is_own(getattr(value, "__file__", None) or "<frozen>") else []
+            is_made = value.__spec__ is None  # by the recipe, not imported
+            is_users = is_made or is_own(getattr(value, "__file__", None) or "<frozen>")
+            return self._fields(name, value) if is_users else []
         if isinstance(value, type):
             is_users = is_own(getattr(sys.modules.get(value.__module__), "__file__", None) or "<frozen>")
             return [*self._fields(value.__name__, value), *_objects(value.__bases__)] if is_users else []
@@ -122,7 +134,10 @@ class Walk:
             return self._of_cache(name, value)
         if isinstance(value, numpy.ndarray) and value.nbytes <= LARGE:
             values = value.copy()
-            return self._note(name, lambda: {ITSELF: value.tobytes()}, lambda before: numpy.copyto(value, values))
+            self._note(name, lambda: {ITSELF: value.tobytes()}, lambda before: numpy.copyto(value, values))
+            return _objects(value.ravel().tolist()) if value.dtype.hasobject else []
+        if isinstance(value, io.StringIO | io.BytesIO):
+            return self._note(name, lambda: {ITSELF: value.getvalue(), "end": value.tell()}, partial(_rewrite, value))
         if _is_memory(value):
             read = lambda: {ITSELF: memoryview(value).tobytes()}  # noqa: E731
             return [*self._note(name, read, partial(_set_memory, value)), *self._attributes(name, value)]
@@ -216,6 +231,13 @@ def _refill(mapping: dict, before: dict) -> None:
 def _refill_collection(collection: Any, before: dict[str, tuple]) -> None:
     collection.clear()
     getattr(collection, "update" if isinstance(collection, set) else "extend")(before[ITSELF])
+
+
+def _rewrite(stream: Any, before: dict[str, Any]) -> None:
+    stream.seek(0)
+    stream.truncate()
+    stream.write(before[ITSELF])
+    stream.seek(before["end"])
 
 
 def _of_cell(cell: types.CellType) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import collections
 import contextvars
 import ctypes
 import functools
+import io
 import logging
 import multiprocessing
 import os
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from nets import Net
 from samples import Samples
@@ -67,6 +69,32 @@ def in_a_queue() -> Callable[[], int]:
         number = kept.get() + 1
         kept.put(number)
         return number
+
+    return add
+
+
+def in_objects() -> Callable[[], int]:
+    kept = numpy.array([Meter(), Meter()], dtype=object)
+    return lambda: kept[1].add()
+
+
+def in_a_text() -> Callable[[], int]:
+    text = io.StringIO()
+
+    def add() -> int:
+        text.write("x")
+        return len(text.getvalue())
+
+    return add
+
+
+def in_a_module() -> Callable[[], int]:
+    module = types.ModuleType("made")
+    module.number = 0  # type: ignore[attr-defined]
+
+    def add() -> int:
+        module.number += 1
+        return module.number
 
     return add
 
@@ -162,6 +190,9 @@ COUNTERS: dict[str, Callable[[], Callable[[], int]]] = {
     "ctypes": lambda: of_items((ctypes.c_long * 1)()),
     "shared_array": lambda: of_items(multiprocessing.Array("i", 1)),
     "namespace": lambda: of_items(vars(types.SimpleNamespace(number=0)), "number"),
+    "objects": in_objects,
+    "text": in_a_text,
+    "module": in_a_module,
     "queue": in_a_queue,
     "context": in_a_context,
     "thread": in_a_thread,
