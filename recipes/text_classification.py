@@ -31,8 +31,13 @@ from accelerate_recipes import Schedule, UsageError, fit, flag, parameter_groups
 from accelerate_recipes.common.data import Batch, Examples, Metrics
 from accelerate_recipes.common.tasks.class_metrics import class_measures, measures_of_several
 from accelerate_recipes.common.tasks.encoder import EncoderFlags, load_encoder, pad_texts, small_bert
-from accelerate_recipes.common.tasks.known_classes import config_of_classes, names_of, with_classes
-from accelerate_recipes.common.tasks.labelled import Labelled, balanced_weights
+from accelerate_recipes.common.tasks.labelled import (
+    Labelled,
+    balanced_weights,
+    config_of_classes,
+    names_of,
+    with_classes,
+)
 from accelerate_recipes.common.tasks.labelled_texts import NUMBERS, EncodedTexts, load_labelled_texts
 from accelerate_recipes.common.tasks.mixture import Sources
 from accelerate_recipes.common.tasks.pretrained import export_of, exported_pipeline

@@ -9,9 +9,13 @@ from types import ModuleType
 from typing import Any
 
 MOVED = {  # {old name: new one}; a name stays for one release
+    "augmentation": "cropped_images",
     "cache": "streams",
+    "embedded": "reading.sources",
     "image_decoding": "reading.image_decoding",
     "image_folders": "reading.labelled_images",
+    "image_format": "images",
+    "known_classes": "labelled",
     "labelled_images": "reading.labelled_images",
     "rows": "reading.rows",
     "sources": "reading.sources",

@@ -28,7 +28,7 @@ from ..config import RunConfig, flag
 from ..data.collate import Padding, pad_to_longest
 from ..environment import print_once
 from ..errors import UsageError
-from .known_classes import config_of_classes, names_of
+from .labelled import config_of_classes, names_of
 from .pooling import POOLINGS
 from .pretrained import load, runnable
 

@@ -1,26 +1,33 @@
-"""Image datasets: embedded, in files, or on the Hub."""
+"""Images of one size: embedded, in files, or on the Hub; and what an image classifier must know beside its weights."""
 
 import gzip
+import json
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Self
 
 import numpy
 import psutil
 import torch
+from PIL import ImageOps
 
 from ..data.sets import Batch, InMemoryDataset
 from ..environment import Environment
 from ..errors import UsageError
-from ..files import check_is_pulled
-from .embedded import sklearn_file
+from ..files import check_is_pulled, read_file
+from .reading.image_decoding import Opener
 from .reading.labelled_images import load_image_splits
-from .reading.sources import check_not_streamed, hold_out
+from .reading.sources import check_not_streamed, hold_out, sklearn_file
 from .reading.text_files import local_path, open_bytes
 
 HELD_OUT = 5  # one image in so many is for evaluation, if the source has no evaluation part
 ADVICE = "use --data digits for the embedded set, or --data FOLDER for MNIST's IDX files, images or parquet files"
+NUM_LOOKED_AT = 1000  # training images, about
+MOST_PIXELS = 2**26  # of an image
 Shape = tuple[int, int, int]  # channels, height, width
 
 
@@ -172,3 +179,81 @@ def _load_in_memory(data: str, max_samples: int | None) -> tuple[ImageDataset, I
         tensor = torch.from_numpy(whole).permute(0, 3, 1, 2).contiguous()
         sets.append(ImageDataset(tensor, torch.tensor(part.labels), len(classes), classes))
     return _split(sets[0]) if len(sets) == 1 else (sets[0], sets[1])
+
+
+@dataclass(frozen=True)
+class ImageFormat:
+    """The training images, as `<output_dir>/model/config.json` describes them.
+
+    Attributes:
+        network: the recipe's name of the network.
+        image_shape: (channels, height, width)
+        classes: their names.
+        background: "dark" or "light" if the edges of grey images are; "mixed" for all others.
+    """
+
+    network: str
+    image_shape: tuple[int, int, int]
+    classes: list[str]
+    background: str
+
+    @classmethod
+    def of(cls, train_set: ImageDataset, network: str) -> Self:
+        """The format of the images of a training set."""
+        every = max(1, len(train_set) // NUM_LOOKED_AT)
+        images = train_set.rows(torch.arange(0, len(train_set), every))["image"][:, 0].numpy()
+        share = float((_edges(images) < 128).mean())
+        kind = "mixed" if train_set.image_shape[0] > 1 or 0.05 < share < 0.95 else "dark" if share > 0.5 else "light"
+        return cls(network, train_set.image_shape, train_set.classes, kind)
+
+    def write(self, folder: Path) -> None:
+        """Writes `config.json` into the folder of an exported model."""
+        (folder / "config.json").write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, output_dir: Path, networks: Container[str]) -> Self:
+        """Reads what `write` wrote. Raises UsageError if there is no model, or not one of an image classifier with
+        one of these networks."""
+        path = output_dir / "model" / "config.json"
+        with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):  # such as that of another recipe
+            entries = json.loads(read_file(path))
+            form = cls(**entries | {"image_shape": tuple(entries["image_shape"])})
+            has_types = {*map(type, form.image_shape)} == {int} and {*map(type, form.classes)} == {str}
+            is_size = len(form.image_shape) == 3 and min(form.image_shape) > 0
+            if has_types and is_size and math.prod(form.image_shape) <= MOST_PIXELS and form.network in networks:
+                return form
+        if not any(path.parent.glob("*.safetensors")):
+            raise UsageError(
+                f"no model in {path.parent}: train first (the same command without --predict), or use the "
+                "--output_dir of a finished run"
+            )
+        raise UsageError(
+            f"{path} does not describe an image classifier: train again with --overwrite_output_dir, or use the "
+            "--output_dir of a run of this recipe"
+        )
+
+
+def read_image(path: str | Path, form: ImageFormat) -> torch.Tensor:
+    """An image in the shape of the training images: scaled, and cut to their proportions around the middle. Dark on
+    light becomes light on dark if they are so, or the reverse.
+
+    Returns:
+        float32 of shape (channels, height, width) in [0, 1]
+
+    Raises:
+        UsageError: no image.
+    """
+    channels, height, width = form.image_shape
+    image = Opener()(str(local_path(str(path))), str(path)).convert("L" if channels == 1 else "RGB")
+    if image.size != (width, height):
+        image = ImageOps.fit(image, (width, height))
+    pixels: Any = numpy.asarray(image)
+    if form.background != "mixed" and (_edges(pixels) < 128) != (form.background == "dark"):
+        pixels = 255 - pixels
+    return torch.from_numpy(pixels.reshape(height, width, channels) / numpy.float32(255)).permute(2, 0, 1).contiguous()
+
+
+def _edges(images: numpy.ndarray) -> numpy.ndarray:
+    """The median brightness along the four edges of each image of shape (..., height, width)."""
+    edges = [images[..., 0, :], images[..., -1, :], images[..., :, 0], images[..., :, -1]]
+    return numpy.median(numpy.concatenate(edges, axis=-1), axis=-1)

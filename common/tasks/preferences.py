@@ -17,7 +17,7 @@ from ..data.sets import Batch, CollateFn, MapDataset
 from ..environment import print_once
 from ..errors import UsageError
 from ..evaluation import evaluate_set
-from ..launch.observed import ObservedAccelerator
+from ..launch.start import ObservedAccelerator
 from ..layout import Layout
 from ..parallel.strategies import check_trainable, prepare
 from ..plan import Plan

@@ -12,8 +12,12 @@ import pytest
 import torch
 from PIL import Image
 
-from accelerate_recipes.common.tasks.augmentation import AugmentationFlags
-from accelerate_recipes.common.tasks.cropped_images import CroppedImages, Preprocessing, load_labelled_images
+from accelerate_recipes.common.tasks.cropped_images import (
+    AugmentationFlags,
+    CroppedImages,
+    Preprocessing,
+    load_labelled_images,
+)
 from accelerate_recipes.common.tasks.labelled import Labelled
 from support.launching import fork
 from support.recipes import RECIPES

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification
 
 from accelerate_recipes.common.data.facts import count_by_class
-from accelerate_recipes.common.tasks.known_classes import classes_of_model, names_of, with_classes
+from accelerate_recipes.common.tasks.labelled import classes_of_model, names_of, with_classes
 from accelerate_recipes.common.tasks.pretrained import load
 
 Out = pytest.CaptureFixture[str]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from itertools import chain, zip_longest
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
@@ -39,6 +40,13 @@ SET_BY_ALL = {"name", "version", "data_dir", "data_files", "description", "featu
 LeftOut = dict[str, list[str]]  # {why: paths}
 Row = TypeVar("Row")
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+
+def sklearn_file(name: str) -> Path:
+    """Path of a data file in the scikit-learn package: real data, no download, and no import of the package."""
+    package = find_spec("sklearn")
+    assert package is not None and package.submodule_search_locations is not None
+    return Path(package.submodule_search_locations[0]) / "datasets" / "data" / name
 
 
 def hold_out(num_samples: int, one_in: int) -> tuple[torch.Tensor, torch.Tensor]:
