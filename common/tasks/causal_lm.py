@@ -166,9 +166,8 @@ def with_losses(
         if routes:
             return {"cross_entropy": means[0]} | routes_of(output.router_logits, labels != IGNORED, num_chosen)
         means = means if group is None else group.total(means)
-        return dict(zip(names, (means[0], *means[1:].detach()))) if measures else means[0]
+        return dict(zip(MEASURED, (means[0], *means[1:].detach()))) if measures else means[0]
 
-    names = MEASURED if measures else MEASURED[:1]
     num_chosen = experts_per_token(model) if routes else 0
     asked = {"output_router_logits": True} if routes else {}
     if packs:

@@ -108,7 +108,7 @@ class CroppedImages(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         # Random numbers belong to the seed, the epoch and the sample here: no config changes them.
-        image, augmentation, label = self._read(index), self.augmentation, self._label(index)
+        image, augmentation, label = self._read(index), self.augmentation, self.source.target(index)
         if augmentation is None:
             return {"image": self._resize(image, middle(*image.size)), "label": label}
         pixels = self._vary(image, augmentation)
@@ -116,15 +116,14 @@ class CroppedImages(Dataset):
             other = int(torch.randint(len(self), ()))
             varied = self._vary(self._read(other), augmentation)
             pixels, share = mix(pixels, varied, augmentation.mixup, augmentation.cutmix)
-            return {"image": pixels, "label": label, "other_label": self._label(other), "share": torch.tensor(share)}
+            return {
+                "image": pixels,
+                "label": label,
+                "other_label": self.source.target(other),
+                "share": torch.tensor(share),
+            }
         sample = {"image": pixels, "label": label}
         return sample if self.weights is None else sample | {"weight": torch.tensor(self.weights[label])}
-
-    def _label(self, index: int) -> Any:
-        label = self.source.labels[index]
-        if not self.source.has_several:
-            return label
-        return torch.zeros(len(self.source.classes)).index_fill_(0, torch.tensor(label, dtype=torch.int64), 1)
 
     def _read(self, index: int) -> Image.Image:
         image: Image.Image = self.source.samples[index]

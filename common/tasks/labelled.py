@@ -46,6 +46,13 @@ class Labelled:
         """Whether a sample has several classes, or none."""
         return isinstance(self.labels[0], tuple)
 
+    def target(self, index: int) -> Any:
+        """The label of a sample; if it may have several, float32 of shape (classes,), 1 for each that it has."""
+        label = self.labels[index]
+        if not isinstance(label, tuple):
+            return label
+        return torch.zeros(len(self.classes)).index_fill_(0, torch.tensor(label, dtype=torch.int64), 1)
+
     def part(self, ids: torch.Tensor) -> "Labelled":
         """The samples of these ids."""
         return Labelled(Subset(self.samples, ids.tolist()), [self.labels[row] for row in ids.tolist()], self.classes)

@@ -1,6 +1,7 @@
 """Texts, or pairs of them, with classes or numbers: embedded, in a file, or on the Hub."""
 
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +44,15 @@ class EncodedTexts(Dataset):
         kept = rows_with_tokens(encoded["input_ids"])
         names = ["input_ids", "token_type_ids"] if pairs and "token_type_ids" in encoded else ["input_ids"]
         self.tokens = [{name: torch.tensor(encoded[name][row]) for name in names} for row in kept]
-        self.labels, self.class_weights = [source.labels[row] for row in kept], class_weights
-        self.num_classes = len(source.classes)
+        self.labels = replace(source, samples=(), labels=[source.labels[row] for row in kept])
+        self.class_weights = class_weights
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.tokens)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        label: Any = self.labels[index]
+        label = self.labels.target(index)
         weight = {} if self.class_weights is None else {"class_weight": self.class_weights[label]}
-        if isinstance(label, tuple):
-            label = torch.zeros(self.num_classes).index_fill_(0, torch.tensor(label, dtype=torch.int64), 1)
         return self.tokens[index] | {"label": torch.tensor(label) if isinstance(label, float) else label} | weight
 
 
