@@ -64,7 +64,7 @@ def export_model(engine: Engine, folder: Path) -> str | None:
     with an index. The main process writes them; no process holds more than one file and one tensor.
 
     A transformers model also gets its `config.json`, so that `from_pretrained(folder)` loads it. A model with
-    a `peft_adapter` (common/tasks/lora.py) writes PEFT's files. `export` of `fit` may write more.
+    a `peft_adapter` (common/tasks/models/lora.py) writes PEFT's files. `export` of `fit` may write more.
 
     Args:
         engine: holds the weights.

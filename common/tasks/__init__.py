@@ -5,21 +5,18 @@ import warnings
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 MOVED = {  # {old name: new one}; a name stays for one release
-    "augmentation": "cropped_images",
+    "augmentation": "vision.cropped_images",
     "cache": "streams",
     "embedded": "reading.sources",
-    "image_decoding": "reading.image_decoding",
     "image_folders": "reading.labelled_images",
-    "image_format": "images",
-    "known_classes": "labelled",
-    "labelled_images": "reading.labelled_images",
-    "rows": "reading.rows",
-    "sources": "reading.sources",
-    "text_files": "reading.text_files",
+    "image_format": "vision.images",
+    "known_classes": "reading.labelled",
+    **{file.stem: f"{file.parent.name}.{file.stem}" for file in sorted(Path(__file__).parent.glob("*/[!_]*.py"))},
 }
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from accelerate_recipes.common.tasks.pairs import HELD_OUT
+from accelerate_recipes.common.tasks.nlp.pairs import HELD_OUT
 from accelerate_recipes.common.tasks.reading.sources import hold_out
 from support.launching import fork
 from support.recipes import RECIPES

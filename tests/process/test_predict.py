@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from accelerate_recipes import load_exported
-from accelerate_recipes.common.tasks.images import ImageFormat, load_images, read_image
+from accelerate_recipes.common.tasks.vision.images import ImageFormat, load_images, read_image
 from support.launching import fork
 from support.recipes import MNIST
 from support.runs import ROOT, refused

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.common.tasks.causal_lm import IGNORED
-from accelerate_recipes.common.tasks.encoder import word_tokenizer
-from accelerate_recipes.common.tasks.labelled import Labelled
-from accelerate_recipes.common.tasks.tagged_words import EncodedWords, Entities, load_tagged_words
+from accelerate_recipes.common.tasks.models.causal_lm import IGNORED
+from accelerate_recipes.common.tasks.models.encoder import word_tokenizer
+from accelerate_recipes.common.tasks.nlp.tagged_words import EncodedWords, Entities, load_tagged_words
+from accelerate_recipes.common.tasks.reading.labelled import Labelled
 
 SENTENCES = [(["EU", "rejects", "German", "calls"], ["B-ORG", "O", "B-MISC", "O"]), (["#", "1"], ["O", "B-DAY"])]
 MARKS = {"BIO": "BI", "BIOES": "BIES", "BILOU": "BILU", "of words": ""}

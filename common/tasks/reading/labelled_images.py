@@ -11,8 +11,8 @@ from PIL import Image
 
 from ...data.facts import count_by_class, printable, say
 from ...errors import UsageError
-from ..labelled import Labelled, flatten, say_odd_classes, with_same_classes
 from .image_decoding import Opener
+from .labelled import Labelled, flatten, say_odd_classes, with_same_classes
 from .rows import Table, table_of, text_of_cell
 from .sources import SPLITS, LeftOut, is_saved, load_tables, walk
 from .text_files import local_path

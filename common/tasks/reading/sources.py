@@ -18,8 +18,8 @@ from ...data.facts import say
 from ...errors import RunError, UsageError, first_line
 from ...files import check_is_pulled
 from ...records.run_card import read_card
-from ..mixture import weights_of
 from ..streams import cache_folder, convert_stream, first_process_first
+from .mixture import weights_of
 from .rows import Table, table_of, table_of_dataset
 from .text_files import Place, ending_of, local_path, strip_packing
 
