@@ -53,7 +53,6 @@ def batches(
             batch_size=None,
             sampler=wanted,
             num_workers=config.num_workers,
-            collate_fn=_as_it_is,
             worker_init_fn=_start_worker,
             pin_memory=device.type != "cpu",
         )
@@ -160,10 +159,6 @@ def _start_worker(number: int) -> None:
 def _send_failure(queue: Any, error: Exception, message: tuple[int, Any]) -> None:
     """Sends in place of a batch why it could not be sent. The message of a worker is (number of the batch, batch)."""
     queue.put((message[0], _failure_of(error)))
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
 
 
 def _from_workers(loader: DataLoader[Any]) -> Iterator[Batch]:

@@ -23,10 +23,9 @@ from ..files import for_json
 from ..plan import Plan
 from ..state import TrainState
 from ..step.engine import Engine, StepResult
-from .hardware import hardware, peak_flops
 from .metrics_file import MetricsFile
 from .output_dir import OutputDir, checkpoints
-from .run_card import attempts, git_commit, git_diff, launch_command, read_card
+from .run_card import attempts, git_commit, git_diff, hardware, launch_command, peak_flops, read_card
 from .running_sums import TOTAL_WEIGHT, RunningSums
 
 
@@ -239,20 +238,19 @@ class Recorder:
 
     def _card(self, exit_code: int | None) -> dict[str, Any]:
         """The run card: status done with an exit code, running without one."""
-        status = {"status": "running" if exit_code is None else "done", "exit_code": exit_code, "error": None}
-        return (
-            status
-            | self._facts
-            | self.facts
-            | {
-                # The most that tensors of this process held at one time.
-                "peak_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3) if self._gpu else None,
-                "skipped_steps": self.state.num_skipped,
-                "lost_records": self._num_lost,
-                "last_metrics": self.last_metrics,
-                "wall_seconds": round(self._wall_seconds, 2),
-            }
-        )
+        return {
+            "status": "running" if exit_code is None else "done",
+            "exit_code": exit_code,
+            "error": None,
+            **self._facts,
+            **self.facts,
+            # The most that tensors of this process held at one time.
+            "peak_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3) if self._gpu else None,
+            "skipped_steps": self.state.num_skipped,
+            "lost_records": self._num_lost,
+            "last_metrics": self.last_metrics,
+            "wall_seconds": round(self._wall_seconds, 2),
+        }
 
 
 def _short(value: float) -> str:

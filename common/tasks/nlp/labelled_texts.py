@@ -1,8 +1,6 @@
 """Texts, or pairs of them, with classes or numbers: embedded, in a file, or on the Hub."""
 
-import sysconfig
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,13 +11,12 @@ from ...errors import UsageError
 from ..models.tokenization import rows_with_tokens
 from ..reading.labelled import Labelled, flatten, say_odd_classes, with_same_classes
 from ..reading.rows import Table, rows_with_text, text_of_cell
-from ..reading.sources import divide, load_tables
+from ..reading.sources import STDLIB, divide, load_tables
 
 # Packages that every Python has, without parts that a distribution may leave out.
 PACKAGES = ("asyncio", "email", "logging", "multiprocessing", "unittest")
 LINES_PER_TEXT = 4
 NUMBERS = ("number", "probability")  # of --target
-HELD_OUT = 5  # one text in so many is for evaluation, if the source has no evaluation part
 ADVICE = "use --data stdlib for the embedded texts, or the path of a .csv, .jsonl or .parquet file"
 
 
@@ -96,7 +93,7 @@ def load_labelled_texts(
         kind = tables[0].kinds.get(label_column)
         declared = getattr(getattr(kind, "feature", kind), "names", declared)
     if len(parts) == 1:
-        parts = divide(parts[0], HELD_OUT)
+        parts = divide(parts[0], one_in=5)
     texts = [[row[0] if len(row) == 2 else row[:2] for row in part] for part in parts]
     labels = [[row[-1] for row in part] for part in parts]
     is_number, classes = target in NUMBERS, {*flatten([label for part in labels for label in part])}
@@ -120,9 +117,9 @@ def load_labelled_texts(
 
 def _standard_library() -> list[tuple[str, ...]]:
     """Consecutive lines of code, and the package that they are from."""
-    folder, rows = Path(sysconfig.get_path("stdlib")), list[tuple[str, ...]]()
+    rows = list[tuple[str, ...]]()
     for package in PACKAGES:
-        for path in sorted((folder / package).glob("*.py")):
+        for path in sorted((STDLIB / package).glob("*.py")):
             lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
             starts = range(0, len(lines) - LINES_PER_TEXT + 1, LINES_PER_TEXT)
             rows += [("\n".join(lines[start : start + LINES_PER_TEXT]), package) for start in starts]

@@ -3,9 +3,7 @@
 import ast
 import hashlib
 import re
-import sysconfig
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +14,7 @@ from ...data.facts import say
 from ...errors import UsageError
 from ..models.tokenization import rows_with_tokens
 from ..reading.rows import Table, rows_with_text
-from ..reading.sources import divide, load_tables
+from ..reading.sources import HELD_OUT, STDLIB, divide, load_tables
 
 # Modules and packages that Python 3.11 to 3.13 have, without parts that a distribution may leave out.
 MODULES = (
@@ -24,7 +22,6 @@ MODULES = (
     "multiprocessing pathlib pdb pydoc statistics tarfile threading typing unittest urllib xml zipfile _pydecimal _pyio"
 )
 FEWEST_WORDS = 4  # of a docstring: fewer say too little
-HELD_OUT = 10  # one pair in so many is for evaluation, if the source has no evaluation part
 ADVICE = "use --data stdlib for the embedded pairs, or the path of a .csv, .jsonl or .parquet file"
 
 
@@ -107,7 +104,7 @@ def load_pairs(
         columns = query_column, document_column, negative_column, score_column
         parts = [_rows(table, *columns) for table in load_tables(data, ADVICE)]
     if len(parts) == 1:
-        parts = divide(parts[0], HELD_OUT)
+        parts = divide(parts[0])
     train, evaluation = parts
     if min(len(train), len(evaluation)) < 2:
         raise UsageError(
@@ -119,9 +116,8 @@ def load_pairs(
 
 def documented_functions() -> Iterator[tuple[ast.FunctionDef | ast.AsyncFunctionDef, str]]:
     """(function, its docstring) of `MODULES`. They differ a little between versions of Python."""
-    folder = Path(sysconfig.get_path("stdlib"))
     for name in MODULES.split():
-        for path in [folder / f"{name}.py", *sorted((folder / name).rglob("*.py"))]:
+        for path in [STDLIB / f"{name}.py", *sorted((STDLIB / name).rglob("*.py"))]:
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if path.is_file() else ():
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and len(node.body) > 1:
                     docstring = ast.get_docstring(node) or ""

@@ -17,7 +17,6 @@ from ...errors import UsageError
 from ..reading.rows import Table, rows_with_text
 from ..reading.sources import hold_out, load_tables
 
-HELD_OUT = 10  # one text in so many is for evaluation, if the source has no evaluation part
 QUESTIONS_PER_CALL = 1000  # of the tokenizer, whose lists are large
 NOWHERE = -1, -1  # the place of a token that is not of the text
 ADVICE = "use --data stdlib for the embedded questions, or the path of a .csv, .json, .jsonl or .parquet file"
@@ -153,7 +152,7 @@ def load_questions(
     parts = [_rows(table, context, question, answers) for table in tables] or [embedded()]
     if len(parts) == 1:
         contexts = [*dict.fromkeys(one.context for one in parts[0])]
-        held = {contexts[number] for number in hold_out(len(contexts), HELD_OUT)[1].tolist()}
+        held = {contexts[number] for number in hold_out(len(contexts))[1].tolist()}
         parts = [[one for one in parts[0] if (one.context in held) == is_held] for is_held in (False, True)]
     if not all(parts):
         raise UsageError(f"--data {data} has questions about one text: expected some to train on, others to evaluate")

@@ -17,7 +17,6 @@ from ..reading.rows import Table, text_of_cell
 from ..reading.sources import TABLES, divide, files_of_folder, load_tables, walk
 from ..reading.text_files import Place, ending_of, local_path, open_text
 
-HELD_OUT = 10  # one sample in so many is for evaluation, if the source has no evaluation part
 CONLL = dict.fromkeys((".conll", ".conllu", ".bio", ".iob", ".iob2", ".txt", ".tsv"), "CoNLL")
 ADVICE = (
     f"use --data stdlib, or the path of a .jsonl or .parquet file, or of one with a word a line: {', '.join(CONLL)}"
@@ -142,7 +141,7 @@ def load_tagged_words(
         parts = [_rows(table, word_column, tag_column) for table in tables]
         names = getattr(getattr(tables[0].kinds.get(tag_column), "feature", None), "names", names)
     if len(parts) == 1:
-        parts = divide(parts[0], HELD_OUT)
+        parts = divide(parts[0])
     if not all(parts):
         raise UsageError(f"--data {data} has no sentences for training or evaluation: expected two or more")
     classes = names or sorted({tag for part in parts for _, tags in part for tag in tags})

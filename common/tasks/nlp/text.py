@@ -1,6 +1,5 @@
 """Text as blocks of tokens: embedded, in files, or on the Hub."""
 
-import sysconfig
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from ...errors import UsageError
 from ..models.causal_lm import IGNORED
 from ..models.tokenization import digest_of, is_bytewise
 from ..reading.rows import Table
-from ..reading.sources import TABLES, check_not_streamed, files_of_folder, load_tables, walk
+from ..reading.sources import STDLIB, TABLES, check_not_streamed, files_of_folder, load_tables, walk
 from ..reading.text_files import Place, ending_of, local_path, open_text
 from ..streams import cache_folder, progress_bar, write_once
 
@@ -150,8 +149,7 @@ def texts_of(data: str, max_samples: int | None = None) -> list[Text]:
         return [_text_of_rows(table) for table in load_tables(data, ADVICE, max_samples)]
     check_not_streamed(data, max_samples)
     if data == "stdlib":
-        folder = Path(sysconfig.get_path("stdlib"))
-        text = "".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.py")))[:STDLIB_CHARACTERS]
+        text = "".join(path.read_text(encoding="utf-8") for path in sorted(STDLIB.glob("*.py")))[:STDLIB_CHARACTERS]
         return [Text(data, None, len(text), lambda: iter([text]))]
     texts = []
     for places in files:

@@ -10,9 +10,8 @@ from torch.utils.data import Dataset
 from ...errors import UsageError
 from ..models.tokenization import rows_with_tokens
 from ..reading.rows import rows_with_text
-from ..reading.sources import hold_out, load_tables
+from ..reading.sources import divide, load_tables
 
-HELD_OUT = 10  # one pair in so many is for evaluation, if the source has no evaluation part
 ROUGES = ["rouge1", "rouge2", "rougeL", "rougeLsum"]
 ADVICE = "use --data dates for the embedded pairs, or the path of a .csv, .jsonl or .parquet file"
 
@@ -67,7 +66,7 @@ def load_translations(data: str, source: str, target: str, embedded: Callable[[]
         table.check_columns({"--source_column": source, "--target_column": target})
         parts.append(rows_with_text(table, source, target))
     if len(parts) == 1:
-        parts = [[parts[0][number] for number in ids.sort().values] for ids in hold_out(len(parts[0]), HELD_OUT)]
+        parts = divide(parts[0])
     if not all(parts):
         raise UsageError(f"--data {data} has too few pairs of texts: expected some to train on, others to evaluate")
     return parts[0], parts[1]

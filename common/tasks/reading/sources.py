@@ -3,6 +3,7 @@
 import glob
 import os
 import re
+import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,12 +32,14 @@ SPLITS = {
     "test": ("test", "testing", "eval", "evaluation"),
     "validation": ("validation", "valid", "val", "dev"),
 }
+HELD_OUT = 10  # one sample in so many is for evaluation, if the source has no evaluation part
 SHARD = re.compile(r"-\d{5,}-of-\d{5,}$")  # of a split in several files: train-00000-of-00003.parquet
 OUTPUT = ("run.json", "metrics.jsonl", "predictions.jsonl", "model", "best", "checkpoints", "previous")  # of a run
 # Files of the Hub, and of `datasets`, about data.
 ABOUT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 # Options of a builder of `datasets` that do not say how to read a file.
 SET_BY_ALL = {"name", "version", "data_dir", "data_files", "description", "features"}
+STDLIB = Path(sysconfig.get_path("stdlib"))  # embedded data that every Python has
 LeftOut = dict[str, list[str]]  # {why: paths}
 Row = TypeVar("Row")
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -49,14 +52,14 @@ def sklearn_file(name: str) -> Path:
     return Path(package.submodule_search_locations[0]) / "datasets" / "data" / name
 
 
-def hold_out(num_samples: int, one_in: int) -> tuple[torch.Tensor, torch.Tensor]:
+def hold_out(num_samples: int, one_in: int = HELD_OUT) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids of the rest, ids of the held-out samples, one in so many): a random order that is the same in each run."""
     order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(0))
     num_held_out = max(1, num_samples // one_in)
     return order[num_held_out:], order[:num_held_out]
 
 
-def divide(rows: Sequence[Row], one_in: int) -> list[list[Row]]:
+def divide(rows: Sequence[Row], one_in: int = HELD_OUT) -> list[list[Row]]:
     """[the rest, the held-out rows], like `hold_out`, each in their order."""
     return [[rows[number] for number in ids.sort().values.tolist()] for ids in hold_out(len(rows), one_in)]
 

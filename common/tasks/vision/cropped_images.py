@@ -21,7 +21,6 @@ from ..reading.labelled import Labelled
 from ..reading.labelled_images import load_image_splits
 from ..reading.sources import check_not_streamed, hold_out
 
-HELD_OUT = 5  # one image in so many is for evaluation, if the source has no evaluation part
 NUM_DRAWN = 3000
 SHAPES = ("circle", "cross", "ring", "square", "star", "triangle")
 SETTINGS = "preprocessor_config.json"  # of transformers, with the size and colours that a model expects
@@ -81,6 +80,7 @@ class Preprocessing:
         ViTImageProcessor(**sizes, **colours, do_center_crop=True).save_pretrained(folder)
 
 
+@dataclass(eq=False, repr=False)
 class CroppedImages(Dataset):
     """Samples {"image": float32 of shape (3, size, size), normalised; "label": int}.
 
@@ -94,14 +94,10 @@ class CroppedImages(Dataset):
         weights: of the classes.
     """
 
-    def __init__(
-        self,
-        source: Labelled,
-        form: Preprocessing,
-        augmentation: AugmentationFlags | None = None,
-        weights: list[float] | None = None,
-    ):
-        self.source, self.form, self.augmentation, self.weights = source, form, augmentation, weights
+    source: Labelled
+    form: Preprocessing
+    augmentation: AugmentationFlags | None = None
+    weights: list[float] | None = None
 
     def __len__(self) -> int:
         return len(self.source.labels)
@@ -255,7 +251,7 @@ def load_labelled_images(data: str, max_samples: int | None = None) -> tuple[Lab
         )
     if len(parts) == 2:
         return parts[0], parts[1]
-    rest, held_out = hold_out(len(parts[0].labels), HELD_OUT)
+    rest, held_out = hold_out(len(parts[0].labels), one_in=5)
     return parts[0].part(rest), parts[0].part(held_out)
 
 

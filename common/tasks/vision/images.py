@@ -24,7 +24,6 @@ from ..reading.labelled_images import load_image_splits
 from ..reading.sources import check_not_streamed, hold_out, sklearn_file
 from ..reading.text_files import local_path, open_bytes
 
-HELD_OUT = 5  # one image in so many is for evaluation, if the source has no evaluation part
 ADVICE = "use --data digits for the embedded set, or --data FOLDER for MNIST's IDX files, images or parquet files"
 NUM_LOOKED_AT = 1000  # training images, about
 MOST_PIXELS = 2**26  # of an image
@@ -90,7 +89,7 @@ def load_images(data: str, max_samples: int | None = None) -> tuple[ImageDataset
 
 
 def _split(whole: ImageDataset) -> tuple[ImageDataset, ImageDataset]:
-    rest, held_out = hold_out(len(whole), HELD_OUT)
+    rest, held_out = hold_out(len(whole), one_in=5)
     return whole.part(rest), whole.part(held_out)
 
 
