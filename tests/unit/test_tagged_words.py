@@ -53,6 +53,14 @@ def test_folder_with_parts(tmp_path: Path, capsys: pytest.CaptureFixture) -> Non
     assert "4 classes: B-DAY 1, B-MISC 1, B-ORG 1, O 3" in capsys.readouterr().out
 
 
+def test_folder_with_three_parts(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    for name, (words, tags) in zip(("train", "valid", "test"), [*SENTENCES, SENTENCES[0]]):
+        (tmp_path / f"{name}.txt").write_text("\n".join(map(" ".join, zip(words, tags))))
+    train, evaluation = load_tagged_words(str(tmp_path), "tokens", "ner_tags", list)
+    assert train.samples == evaluation.samples == [SENTENCES[0][0]]
+    assert "1 for train, 1 for test, 1 not read, such as valid.txt" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("kind", ["lists", "texts", "parquet"])
 def test_tables(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
