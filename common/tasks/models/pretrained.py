@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from safetensors import safe_open
 from tokenizers import Tokenizer
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.quantizers import AutoQuantizationConfig
@@ -239,7 +239,7 @@ def _left_on_disk(model: PreTrainedModel, folder: Folder) -> bool:
     if any(name in folder.tensors and other in folder.tensors for name, other in tied.items()):
         return False  # they may differ
     try:
-        with _WithoutMemory():  # for the buffers that the constructor computes
+        with init_empty_weights():  # for the buffers that the constructor computes
             built = type(model)(copy.deepcopy(model.config))
         for name, module in built.named_modules():
             if module._buffers.keys() & module._non_persistent_buffers_set:
@@ -248,14 +248,6 @@ def _left_on_disk(model: PreTrainedModel, folder: Folder) -> bool:
     except Exception:  # such as a constructor that reads its weights, or a weight that is not there
         return False
     return not any(tensor.is_meta for tensor in model.buffers())
-
-
-class _WithoutMemory(TorchDispatchMode):
-    """`torch.empty`, with which layers make their weights, takes no memory and no time to fill with random numbers."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        on_meta = {"device": "meta"} if func is torch.ops.aten.empty.memory_format else {}
-        return func(*args, **{**(kwargs or {}), **on_meta})
 
 
 @contextmanager
