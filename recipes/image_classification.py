@@ -32,13 +32,8 @@ from accelerate_recipes.common.tasks.models.encoder import freeze_key_biases
 from accelerate_recipes.common.tasks.models.pretrained import load
 from accelerate_recipes.common.tasks.reading.labelled import config_of_classes, names_of, with_classes
 from accelerate_recipes.common.tasks.reading.mixture import Sources
-from accelerate_recipes.common.tasks.vision.cropped_images import (
-    AugmentationFlags,
-    CroppedImages,
-    Preprocessing,
-    load_labelled_images,
-    loss_of_mixture,
-)
+from accelerate_recipes.common.tasks.vision.augmentation import AugmentationFlags, loss_of_mixture
+from accelerate_recipes.common.tasks.vision.cropped_images import CroppedImages, Preprocessing, load_labelled_images
 
 
 @dataclass(kw_only=True)

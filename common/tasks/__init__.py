@@ -10,7 +10,6 @@ from types import ModuleType
 from typing import Any
 
 MOVED = {  # {old name: new one}; a name stays for one release
-    "augmentation": "vision.cropped_images",
     "cache": "streams",
     "embedded": "reading.sources",
     "image_folders": "reading.labelled_images",
