@@ -84,11 +84,8 @@ for _name in ("num_processes", "process_index", "is_main_process", "gather", "ga
 def start(config: RunConfig) -> ObservedAccelerator:
     """Joins the other processes, and prints in one line what runs where.
 
-    Without a GPU the same config files run as a rehearsal: gloo processes on the CPU replace the GPUs.
-
-    Raises:
-        UsageError: this machine or Accelerate cannot run the config.
-    """
+    Without a GPU the same config files run as a rehearsal: gloo processes on the CPU replace the GPUs. Raises
+    UsageError if this machine or Accelerate cannot run the config."""
     for name in ("torch.distributed", "DeepSpeed"):  # messages and warnings that a user cannot act on
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"(accelerate|deepspeed|torch)\.")

@@ -32,7 +32,8 @@ from .running_sums import TOTAL_WEIGHT, RunningSums
 class Recorder:
     """Adds up the results of steps; writes and prints records.
 
-    Between records nothing is read from the device. The main process writes the records and the run card.
+    Between records nothing is read from the device. The main process writes the records and the run card. On entering,
+    raises UsageError if a tracker does not start, or records cannot be written.
 
     Args:
         engine: of the run.
@@ -42,9 +43,6 @@ class Recorder:
 
     Attributes:
         unrecorded: the steps since the last training record.
-
-    Raises (on entering):
-        UsageError: a tracker does not start, or records cannot be written.
     """
 
     def __init__(self, engine: Engine, output_dir: OutputDir, state: TrainState, facts: dict[str, Any]):

@@ -88,7 +88,7 @@ def convert_stream(stream: Iterable[dict[str, Any]], folder: str | Path, max_sam
     """Writes a stream to an Arrow file, once, and returns it as a map-style data set for `fit`.
 
     Memory holds some megabytes at a time. The first process of each machine writes. A conversion that was killed starts
-    again.
+    again. Raises UsageError if the stream is empty, or its samples do not make one table.
 
     Args:
         stream: gives dicts of numbers, strings, lists, tensors or images: an `IterableDataset` of `datasets` or of
@@ -99,9 +99,6 @@ def convert_stream(stream: Iterable[dict[str, Any]], folder: str | Path, max_sam
     Returns:
         A `datasets.Dataset`, memory-mapped. Its samples are dicts of strings and tensors: float32 or int64, uint8 for
         images.
-
-    Raises:
-        UsageError: the stream is empty, or its samples do not make one table.
     """
     import datasets  # not at the top: the import takes seconds
 

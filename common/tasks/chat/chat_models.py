@@ -56,14 +56,12 @@ def load_chat_model(
     kind: Any = AutoModelForCausalLM,
 ) -> tuple[PreTrainedModel, Any]:
     """(the pretrained model of the flags, or a small one from scratch; its tokenizer or processor, with a template).
+    Raises UsageError for flags or a path that cannot be used.
 
     Args:
         config: the flags.
         small: makes the small one, of `--max_length` and `--attention`.
         kind: as in `load_pretrained`.
-
-    Raises:
-        UsageError: flags or a path that cannot be used.
     """
     limits = config.max_length, config.attention
     if (path := base_of(config, config.merge)) is None:
@@ -79,13 +77,11 @@ def load_chat_model(
 
 def with_chat_template(tokenizer: Any, model: PreTrainedModel) -> Any:
     """Gives a tokenizer a plain chat template if it has none, and says so. Tells the model which token ends an answer.
+    Raises UsageError if the tokenizer cannot tell the place of its tokens in a text, or a processor has no template.
 
     Args:
         tokenizer: or a processor, which must have a template.
         model: that the tokenizer belongs to.
-
-    Raises:
-        UsageError: the tokenizer cannot tell the place of its tokens in a text, or a processor has no template.
     """
     plain = tokenizer_of(tokenizer)
     if not getattr(plain, "is_fast", False):
@@ -142,11 +138,8 @@ def write_merged(config: ChatFlags, tokenizer: Any, kind: Any) -> None:
 
 def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
     """Switches off dropout in a model, so that it computes in training what it computes in evaluation; its config.json
-    keeps the probabilities. Not by `eval`: then it would not recompute activations.
-
-    Raises:
-        UsageError: the model draws random numbers in another way, too.
-    """
+    keeps the probabilities. Not by `eval`: then it would not recompute activations. Raises UsageError if the model
+    draws random numbers in another way, too."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0

@@ -87,14 +87,12 @@ class Chats:
 
     def keep_teaching(self, data: str, max_length: int, use: str) -> "Chats":
         """The samples from which something can be learnt; a line for each reason tells how many others there are.
+        Raises UsageError if there are none.
 
         Args:
             data: `--data`, for messages.
             max_length: tokens beyond this number are cut.
             use: "training" or "evaluation".
-
-        Raises:
-            UsageError: there are none.
         """
         total, (whole, kept) = len(self) // self.per_sample, self.teaching
         lacks = {1: "conversations have no trained token", 2: "pairs have an answer without a token"}
@@ -190,7 +188,8 @@ def shift(row: dict[str, Any]) -> tuple[Tensor, Tensor]:
 def load_chats(
     data: str, tokenizer: Any, max_length: int, column: str, max_samples: int | None = None
 ) -> tuple[Chats, Chats]:
-    """Loads conversations and encodes them with the tokenizer's chat template.
+    """Loads conversations and encodes them with the tokenizer's chat template. Raises UsageError for no data, no such
+    column, and messages or a template that cannot be used.
 
     Args:
         data: "rules" (questions with answers by rules); a .jsonl or .parquet file; or a Hub id.
@@ -203,9 +202,6 @@ def load_chats(
     Returns:
         (training conversations, evaluation conversations), those with a trained token. If the source has only one part,
         one conversation in twenty is held out.
-
-    Raises:
-        UsageError: no data, no such column, messages or a template that cannot be used.
     """
     needs = [{column}, {"conversations"}, {"prompt", "completion"}]
     lacks = f"has neither {column} nor prompt and completion: use --messages_column with one of"
@@ -231,7 +227,8 @@ def load_samples(
     needs: list[set[str]],
     lacks: str,
 ) -> tuple[Chats, Chats]:
-    """Loads samples of a conversation each, or of a pair of them, and encodes them.
+    """Loads samples of a conversation each, or of a pair of them, and encodes them. Raises UsageError like
+    `load_chats`.
 
     Args:
         data, tokenizer, max_length, max_samples: as in `load_chats`.
@@ -243,9 +240,6 @@ def load_samples(
 
     Returns:
         (training part, evaluation part), the samples from which something can be learnt.
-
-    Raises:
-        UsageError: like `load_chats`.
     """
     noun, size = kind.split()[0], 2 if kind == "pair" else 1
 

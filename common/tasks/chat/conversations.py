@@ -71,14 +71,12 @@ class Conversation:
 
 
 def as_messages(given: Any, role: str | None = None) -> Messages:
-    """Messages with roles, without values that are None: tables have those where another row has a value.
+    """Messages with roles, without values that are None: tables have those where another row has a value. Raises
+    UsageError for anything else.
 
     Args:
         given: a list of {"role", "content", ...}, or of {"from", "value"} (ShareGPT); a text if there is a `role`.
         role: whose message a text is.
-
-    Raises:
-        UsageError: neither.
     """
     if isinstance(given, str) and role is not None:
         return [{"role": role, "content": given}]
@@ -179,11 +177,7 @@ def fit_to_template(messages: Messages, template: Any, options: Mapping[str, Any
     """(the messages in the first form that the template writes as a whole, their text).
 
     Templates differ: some take parts of a content, others texts alone; arguments of a call as a dict, or as JSON; and
-    some know a call by a content that is missing.
-
-    Raises:
-        UsageError: the template refuses all forms.
-    """
+    some know a call by a content that is missing. Raises UsageError if the template refuses all forms."""
     refusal = fault = None
     for form in _forms(messages):
         try:
@@ -282,16 +276,14 @@ def answer_spans(
 ) -> tuple[str, list[range]]:
     """(the text of a conversation, the places in it that the model learns to write).
 
-    A place is what the template writes for an answer of the assistant after what it writes to ask for one.
+    A place is what the template writes for an answer of the assistant after what it writes to ask for one. Raises
+    UsageError if it begins with an answer, or for a template that cannot be used.
 
     Args:
         messages: the conversation.
         template: a tokenizer or a processor with a chat template.
         first: number of the first message that may be learnt.
         options: more for the template.
-
-    Raises:
-        UsageError: it begins with an answer, or a template that cannot be used.
     """
     options = options or {}
     if messages and messages[0]["role"] == "assistant":

@@ -67,7 +67,8 @@ def _columns(tensors: Any, padding: int) -> Tensor:
 
 def load_pairs(data: str, tokenizer: Any, max_length: int, max_samples: int | None = None) -> tuple[Chats, Chats]:
     """Loads pairs of conversations and encodes them. Rows 2i and 2i + 1 are the preferred and the other conversation of
-    pair i. What both begin with is not trained.
+    pair i. What both begin with is not trained. Raises UsageError for no data, no such columns, and messages or a
+    template that cannot be used.
 
     Args:
         data: "rules" (the right answer, and that to the opposite question); a .jsonl or .parquet file; or a Hub id. Its
@@ -78,9 +79,6 @@ def load_pairs(data: str, tokenizer: Any, max_length: int, max_samples: int | No
     Returns:
         (training pairs, evaluation pairs), whose answers both have a token within the limit, and differ. If the source
         has only one part, one pair in twenty is held out.
-
-    Raises:
-        UsageError: no data, no such columns, messages or a template that cannot be used.
     """
     limits = max_length, max_samples
     lacks = "lacks the columns chosen and rejected, and perhaps prompt; it has"
@@ -89,11 +87,7 @@ def load_pairs(data: str, tokenizer: Any, max_length: int, max_samples: int | No
 
 def split_pair(row: dict[str, Any]) -> list[Conversation]:
     """[preferred conversation, the other one], as TRL reads a row: texts are taken as they stand, and if there is no
-    prompt, it is what both begin with.
-
-    Raises:
-        UsageError: neither lists of messages nor texts.
-    """
+    prompt, it is what both begin with. Raises UsageError for neither lists of messages nor texts."""
     prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
     if all(isinstance(text, str) for text in (prompt or "", chosen, rejected)):
         if prompt is None:
@@ -144,10 +138,8 @@ def weights_of_losses(
     text: str, known: Collection[str], smoothed: Collection[str], smoothing: float
 ) -> dict[str, float]:
     """{name of a known loss: weight} of `--loss`, such as dpo, or dpo:0.8,hinge:0.2; a weight that is not there is 1.
-
-    Raises:
-        UsageError: another name, a name twice, a weight that is no number above 0, or none of them takes a smoothing.
-    """
+    Raises UsageError for another name, a name twice, a weight that is no number above 0, or if none of them takes a
+    smoothing."""
     pairs = [word.strip().partition(":") for word in text.split(",")]
     try:
         found = {name: float(weight) if colon else 1.0 for name, colon, weight in pairs}

@@ -28,15 +28,13 @@ class VisionEncoder:
     """Makes samples and batches with a processor.
 
     A sample is {"tokens", "labels": int64 of shape (length,), "places": of the trained labels, "weight": their number,
-    and the tensors that the processor makes of images}. A label is the next token, or `IGNORED`.
+    and the tensors that the processor makes of images}. A label is the next token, or `IGNORED`. Raises UsageError if
+    the template or the processor cannot be used.
 
     Args:
         processor: of transformers, with a chat template, an image processor and a fast tokenizer.
         image_token: id of the token that stands for a part of an image.
         max_length: tokens of a conversation beyond this number are cut.
-
-    Raises:
-        UsageError: the template or the processor cannot be used.
     """
 
     def __init__(self, processor: Any, image_token: int, max_length: int):

@@ -67,7 +67,7 @@ class VisionChats:
 def load_vision_chats(
     data: str, messages_column: str, images_column: str, max_samples: int | None = None
 ) -> tuple[VisionChats, VisionChats]:
-    """Loads conversations with images.
+    """Loads conversations with images. Raises UsageError for no data, or no such column.
 
     Args:
         data: "shapes" (drawn images, with questions about them); a .jsonl or .parquet file; or a Hub id.
@@ -80,9 +80,6 @@ def load_vision_chats(
     Returns:
         (training conversations, evaluation conversations). If the source has only one part, one conversation in twenty
         is held out.
-
-    Raises:
-        UsageError: no data, or no such column.
     """
     if data == "shapes":
         check_not_streamed(data, max_samples)
@@ -155,14 +152,12 @@ def _may_have_an_answer(messages: Any) -> bool:
 
 
 def with_parts(messages: Any, images: list[Any]) -> tuple[Messages, list[Any]]:
-    """(messages whose contents are lists of parts, their images in order).
+    """(messages whose contents are lists of parts, their images in order). Raises UsageError for no messages, or
+    another number of images than the messages have places for.
 
     Args:
         messages: as `load_vision_chats` takes them.
         images: of the column. If no message says where they stand, they come before the first question.
-
-    Raises:
-        UsageError: no messages, or another number of images than the messages have places for.
     """
     messages = as_messages(messages)
     contents = [_content(one) for one in messages]

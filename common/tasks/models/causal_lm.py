@@ -42,7 +42,8 @@ def load_pretrained(
     trust_remote_code: bool = False,
     tokenizer_path: str | None = None,
 ) -> tuple[PreTrainedModel, Any]:
-    """Loads a causal model in float32, and its tokenizer, or the processor that has one.
+    """Loads a causal model in float32, and its tokenizer, or the processor that has one. Raises UsageError if there is
+    no such model or tokenizer, or the model has fewer positions than `context`.
 
     Args:
         name_or_path: folder or Hub id.
@@ -52,9 +53,6 @@ def load_pretrained(
         kind: a class with `from_pretrained`. Models that see images have a processor.
         trust_remote_code: run code that the model brings.
         tokenizer_path: a folder of adapters of this model, which may have a tokenizer with another template.
-
-    Raises:
-        UsageError: no such model or tokenizer there, or the model has fewer positions than `context`.
     """
     is_text = kind is AutoModelForCausalLM
     reads, expected = (AutoTokenizer, "causal model") if is_text else (AutoProcessor, "vision-language model")

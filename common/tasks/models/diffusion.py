@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 class DiT(nn.Module):
     """(images (batch, channels, height, width), times (batch,) from 0 to 1, labels (batch,)) -> images. The label
-    `num_classes` stands for any class.
+    `num_classes` stands for any class. Raises UsageError for sizes that do not divide.
 
     Args:
         image_shape: (channels, height, width)
@@ -55,9 +55,6 @@ class DiT(nn.Module):
         width: of a token.
         num_layers: of the transformer.
         num_heads: of its attention.
-
-    Raises:
-        UsageError: sizes that do not divide.
     """
 
     _no_split_modules = ["Block"]  # FSDP gathers one Block at a time

@@ -84,7 +84,8 @@ def small_bert(
 
 
 def load_encoder(kind: Any, name_or_path: str, max_length: int, **options: Any) -> tuple[PreTrainedModel, Any]:
-    """Loads an encoder in float32 and its tokenizer.
+    """Loads an encoder in float32 and its tokenizer. Raises UsageError for no encoder or tokenizer there, weights that
+    do not fit, no token for padding, or too few positions.
 
     Args:
         kind: a class with `from_pretrained`, such as `AutoModel`. If it has a head that the model lacks, or that is for
@@ -92,9 +93,6 @@ def load_encoder(kind: Any, name_or_path: str, max_length: int, **options: Any) 
         name_or_path: folder or Hub id.
         max_length: tokens of the longest text.
         options: for `from_pretrained`, such as `id2label` and `label2id` of the classes, and `trust_remote_code`.
-
-    Raises:
-        UsageError: no encoder or tokenizer there, weights that do not fit, no token for padding, or too few positions.
     """
     model, tokenizer, new = load(kind, name_or_path, "encoder", **options)
     if new:

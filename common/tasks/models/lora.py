@@ -94,12 +94,8 @@ def _without_name(weight: str) -> str:
 
 
 def base_of(config: LoraFlags, merge: bool = False) -> str | None:
-    """`--model_name_or_path`, or if that is a folder of adapters, the model to which they belong.
-
-    Raises:
-        UsageError: flags of adapters without a pretrained model, or beside adapters that continue; `--merge` without
-        any.
-    """
+    """`--model_name_or_path`, or if that is a folder of adapters, the model to which they belong. Raises UsageError for
+    flags of adapters without a pretrained model, or beside adapters that continue; and for `--merge` without any."""
     path, own = config.model_name_or_path, (LoraFlags(), config)
     names = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
     given = [f"--{name}" for name in names if getattr(own[0], name) != getattr(own[1], name)]

@@ -57,16 +57,14 @@ class Pooling:
 
 
 def read_pooling(path: str | None, mode: str, prompts: dict[str, str | None], are_alike: bool) -> Pooling:
-    """How a model makes vectors, by its files and the flags; a line says it.
+    """How a model makes vectors, by its files and the flags; a line says it. Raises UsageError if the model makes its
+    vectors in another way, or its files are damaged.
 
     Args:
         path: folder or Hub id; None for a new model.
         mode: a key of `POOLINGS`; or "auto": as modules.json says, and the mean if there is none.
         prompts: {"query", "document": that of the flags, or None for the model's own}
         are_alike: whether both texts of a pair begin with the model's default prompt.
-
-    Raises:
-        UsageError: the model makes its vectors in another way, or its files are damaged.
     """
     why = "--pooling"
     try:

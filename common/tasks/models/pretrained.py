@@ -35,6 +35,7 @@ def load(
     """Loads a model in float32 and its tokenizer. transformers prints nothing.
 
     If safetensors files hold exactly the weights of the model, the weights stay on disk until `fit` fills each process.
+    Raises UsageError for no such model or tokenizer there, or damaged files.
 
     Args:
         kind: a class with `from_pretrained`, such as `AutoModelForCausalLM`.
@@ -46,9 +47,6 @@ def load(
 
     Returns:
         (model, tokenizer, names of the weights that are new: the files lack them, or have heads of another shape)
-
-    Raises:
-        UsageError: no such model or tokenizer there, or damaged files.
     """
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)

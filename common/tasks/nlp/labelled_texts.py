@@ -60,7 +60,8 @@ def load_labelled_texts(
     second_column: str | None = None,
     target: str = "class",
 ) -> tuple[Labelled, Labelled]:
-    """Loads texts, or pairs of texts, with their classes or numbers.
+    """Loads texts, or pairs of texts, with their classes or numbers. Raises UsageError for no data, no such column, an
+    empty part, no such target, or fewer than two classes.
 
     Args:
         data: "stdlib" (lines of Python's standard library; the class is the package); or what `load_tables` takes.
@@ -73,9 +74,6 @@ def load_labelled_texts(
     Returns:
         (training texts, evaluation texts). If the source has only one part, one text in five is held out. A pair is a
         tuple. Numbers have the one class "LABEL_0", transformers' name of an output.
-
-    Raises:
-        UsageError: no data, no such column, an empty part, no such target, or fewer than two classes.
     """
     declared: list[str] = []
     parts: list[Any] = []  # of (text, perhaps the second one, its class, classes or number)

@@ -80,7 +80,8 @@ def load_pairs(
     negative_column: str | None = None,
     score_column: str | None = None,
 ) -> tuple[list[Pair], list[Pair]]:
-    """Loads pairs of texts.
+    """Loads pairs of texts. Raises UsageError for no data, no such column, a score that is no number, or fewer than two
+    pairs in a part.
 
     Args:
         data: "stdlib" (docstrings of Python's standard library, each with its function); or what `load_tables` takes.
@@ -92,9 +93,6 @@ def load_pairs(
 
     Returns:
         (training pairs, evaluation pairs). If the source has only one part, one pair in ten is held out.
-
-    Raises:
-        UsageError: no data, no such column, a score that is no number, or fewer than two pairs in a part.
     """
     if data == "stdlib":
         if negative_column or score_column:

@@ -35,17 +35,15 @@ class Windows(Dataset):
     """Samples {"input_ids": int64 of shape (length,), "token_type_ids": the same, if the tokenizer gives them,
     "places": int64 of shape (length, 2), "start", "end": int64, 0-dim}: a question and a part of its text.
 
-    A place is the first character of a token in the text, and the one after its last; -1 for other tokens.
-    Start and end are the places of the first answer's tokens; the place of [CLS], if the window does not hold them all.
+    A place is the first character of a token in the text, and the one after its last; -1 for other tokens. Start and
+    end are the places of the first answer's tokens; the place of [CLS], if the window does not hold them all. Raises
+    UsageError for a tokenizer without offsets, or a question that leaves no room for its text.
 
     Args:
         questions: of the source.
         tokenizer: of transformers.
         max_length: tokens of a window, with the question.
         stride: tokens of the text that a window shares with the next one.
-
-    Raises:
-        UsageError: a tokenizer without offsets, or a question that leaves no room for its text.
     """
 
     def __init__(self, questions: list[Question], tokenizer: Any, max_length: int, stride: int):
@@ -135,7 +133,8 @@ def _words(text: str) -> list[str]:
 def load_questions(
     data: str, context: str, question: str, answers: str, embedded: Callable[[], list[Question]]
 ) -> tuple[list[Question], list[Question]]:
-    """Loads questions with their texts and answers.
+    """Loads questions with their texts and answers. Raises UsageError for no data, no such column, or an answer that
+    does not stand in its text.
 
     Args:
         data: "stdlib", for what `embedded` gives; or what `load_tables` takes: rows with the columns of `datasets`'
@@ -144,9 +143,6 @@ def load_questions(
 
     Returns:
         (training questions, evaluation questions). If the source has only one part, one text in ten is held out.
-
-    Raises:
-        UsageError: no data, no such column, or an answer that does not stand in its text.
     """
     tables = [] if data == "stdlib" else load_tables(data, ADVICE)
     parts = [_rows(table, context, question, answers) for table in tables] or [embedded()]

@@ -117,7 +117,8 @@ class Entities:
 def load_tagged_words(
     data: str, word_column: str, tag_column: str, embedded: Callable[[], list[Sentence]]
 ) -> tuple[Labelled, Labelled]:
-    """Loads sentences: lists of words, and a tuple with the number of each word's tag.
+    """Loads sentences: lists of words, and a tuple with the number of each word's tag. Raises UsageError for no data,
+    no such column, a word without a tag, or an empty part.
 
     Args:
         data: "stdlib", for what `embedded` gives; a CoNLL file, or a folder of such; or what `load_tables` takes.
@@ -126,9 +127,6 @@ def load_tagged_words(
 
     Returns:
         (training sentences, evaluation sentences). If the source has only one part, one in ten is held out.
-
-    Raises:
-        UsageError: no data, no such column, a word without a tag, or an empty part.
     """
     names: list[str] = []
     if data == "stdlib":

@@ -90,8 +90,9 @@ def load_tokens(
     """Loads a text and cuts it into blocks.
 
     Text of up to `MAX_BYTES_IN_MEMORY` is tokenised as a whole, in memory, at each start. Larger text is tokenised
-    once, in pieces, and the tokens stay in a file. A text file is cut at line ends, into pieces of 100 kB. A data
-    set is tokenised row by row, with a newline between rows.
+    once, in pieces, and the tokens stay in a file. A text file is cut at line ends, into pieces of 100 kB. A data set
+    is tokenised row by row, with a newline between rows. Raises UsageError for no data, what is not text, or too little
+    for a block.
 
     Args:
         data: "stdlib" (the first megabyte of the source code of Python's standard library); a text file, or a
@@ -103,9 +104,6 @@ def load_tokens(
 
     Returns:
         (training set, evaluation set). If the source has only one split, its last tenth is held out.
-
-    Raises:
-        UsageError: no data, not text, or too short for a block.
     """
     texts = texts_of(data, max_samples)
     is_large = sum(text.num_bytes for text in texts) > MAX_BYTES_IN_MEMORY

@@ -49,7 +49,8 @@ class Translations(Dataset):
 
 
 def load_translations(data: str, source: str, target: str, embedded: Callable[[], Pairs]) -> tuple[Pairs, Pairs]:
-    """Loads pairs of a text and what becomes of it.
+    """Loads pairs of a text and what becomes of it. Raises UsageError for no data, no such column, or fewer than two
+    pairs.
 
     Args:
         data: "dates", for what `embedded` gives; or what `load_tables` takes.
@@ -57,9 +58,6 @@ def load_translations(data: str, source: str, target: str, embedded: Callable[[]
 
     Returns:
         (training pairs, evaluation pairs). If the source has only one part, one pair in ten is held out.
-
-    Raises:
-        UsageError: no data, no such column, or fewer than two pairs.
     """
     parts: list[Any] = [embedded()] if data == "dates" else []
     for table in [] if parts else load_tables(data, ADVICE):

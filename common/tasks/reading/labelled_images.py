@@ -54,16 +54,14 @@ class ImageFiles:
 
 
 def load_image_splits(data: str, advice: str, max_samples: int | None = None) -> list[Labelled]:
-    """The images for training and, if the source has some, those for evaluation; both with the same classes.
+    """The images for training and, if the source has some, those for evaluation; both with the same classes. Raises
+    UsageError for no data, no images or no classes.
 
     Args:
         data: a folder with a sub-folder for each class, perhaps below "train" and "test"; one with parquet files; or a
             Hub id.
         advice: end of a message: what to type instead.
         max_samples: so many images of each part: the first ones of tables, a random choice of files.
-
-    Raises:
-        UsageError: no data, no images or no classes.
     """
     path = local_path(data)
     if path.is_file() and path.suffix.lower() != ".parquet":

@@ -53,7 +53,7 @@ def weights_of(data: str) -> dict[str, float] | None:
 
 
 class Sources(Generic[Part]):
-    """The sources of `--data`.
+    """The sources of `--data`. Raises UsageError like `load`, and for wrong weights, or sources that do not fit.
 
     Args:
         config: `--data` and `--mixture_ends`.
@@ -62,9 +62,6 @@ class Sources(Generic[Part]):
 
     Attributes:
         train, evaluation: the parts of the first source, or of the only one.
-
-    Raises:
-        UsageError: like `load`, wrong weights, or sources that do not fit.
     """
 
     def __init__(self, config: RunConfig, load: Callable[[str], tuple[Part, Part]], same: tuple[str, ...] = ()):

@@ -195,14 +195,12 @@ def rows_with_text(table: Table, *columns: str, beside: Sequence[Any] | None = N
 
 
 def text_of_cell(value: Any, kind: Any = None) -> str | None:  # noqa: PLR0911 - one for each type
-    """The text of a cell; None if it has none.
+    """The text of a cell; None if it has none. Raises UsageError if the cell holds a list, a dict or bytes that are no
+    text.
 
     Args:
         value: of a row.
         kind: the type of its column in `datasets`, if it has one.
-
-    Raises:
-        UsageError: the cell holds a list, a dict or bytes that are no text.
     """
     if value is not None and hasattr(kind, "int2str"):  # a class that has a name and a number
         value = kind.encode_example(value)
@@ -227,16 +225,14 @@ def text_of_cell(value: Any, kind: Any = None) -> str | None:  # noqa: PLR0911 -
 
 
 def table_of(data: str, places: Sequence[Place], max_rows: int | None, kinds: dict[str, Any]) -> Table:
-    """The rows of CSV, TSV or JSON files, one file after another: small ones in memory, others on disk.
+    """The rows of CSV, TSV or JSON files, one file after another: small ones in memory, others on disk. Raises
+    UsageError for a file that cannot be read, or without rows.
 
     Args:
         data: of `--data`, for messages.
         places: the files.
         max_rows: read so many rows.
         kinds: {column: its type in `datasets`}, if they are declared.
-
-    Raises:
-        UsageError: a file that cannot be read, or without rows.
     """
     local = [place for place in places if isinstance(place, Path)]
     stats = [place.stat() for place in local]

@@ -80,7 +80,8 @@ class Files:
 def load_tables(
     data: str, advice: str, max_samples: int | None = None, is_labelled: Callable[[Table], bool] = lambda table: True
 ) -> list[Table]:
-    """The training split and, if there is one, the evaluation split of a dataset, as the rows of its files.
+    """The training split and, if there is one, the evaluation split of a dataset, as the rows of its files. Raises
+    UsageError for no data, no network, no training split, or a split without rows.
 
     Args:
         data: a .csv, .tsv, .json, .jsonl or .parquet file, perhaps packed; a folder of such files, or that
@@ -88,9 +89,6 @@ def load_tables(
         advice: end of the error message: what to type instead.
         max_samples: read so many rows of each split, without downloading the rest.
         is_labelled: whether a split can be evaluated: the first of test and validation is taken that can.
-
-    Raises:
-        UsageError: no data, no network, no training split, or a split without rows.
     """
     files = table_files(data, advice)
     if files is None or all(ending_of(place) == ".parquet" for places in files.splits.values() for place in places):
@@ -180,16 +178,14 @@ def table_files(data: str, advice: str) -> Files | None:
 def files_of_folder(data: str, folder: Path, kinds: dict[str, str], advice: str) -> Files:
     """The files of one kind in a folder, by splits, and a line about those that are not read.
 
-    A file belongs to a split if its whole name, or that of a folder on its way, is that of the split.
+    A file belongs to a split if its whole name, or that of a folder on its way, is that of the split. Raises UsageError
+    for no such files, several kinds of them, or one file twice.
 
     Args:
         data: of `--data`, for messages.
         folder: where they lie.
         kinds: {ending of a file's name: its kind}.
         advice: end of the error message.
-
-    Raises:
-        UsageError: no such files, several kinds of them, or one file twice.
     """
     visible, left_out = walk(folder)
     found = [folder / name for name in visible if ending_of(name) in kinds and Path(name).name not in ABOUT_DATA]
@@ -223,13 +219,11 @@ def files_of_folder(data: str, folder: Path, kinds: dict[str, str], advice: str)
 
 def walk(folder: Path, twice: bool = False) -> tuple[list[str], LeftOut]:
     """(the files in a folder and below, in the order of their names, each with its path from there; what is left out).
+    Raises UsageError for a folder that cannot be read.
 
     Args:
         folder: where to begin.
         twice: whether to read a folder again to which a link leads, unless it is above the link.
-
-    Raises:
-        UsageError: a folder that cannot be read.
     """
     files, left_out = list[str](), LeftOut()
 

@@ -27,14 +27,12 @@ MARKS = {
 
 
 def local_path(data: str, folder: Path = Path()) -> Path:
-    """The path that a user typed: as it stands, or with ~ for the home folder if there is no such file.
+    """The path that a user typed: as it stands, or with ~ for the home folder if there is no such file. Raises
+    UsageError for a name that no file can have.
 
     Args:
         data: the path.
         folder: of relative paths.
-
-    Raises:
-        UsageError: a name that no file can have.
     """
     path = folder / data
     try:
@@ -80,15 +78,13 @@ def open_bytes(place: Place) -> io.BufferedReader:
 
 @contextmanager
 def open_text(place: Place, newline: str | None, says_encoding: bool = True) -> Iterator[io.TextIOWrapper]:
-    """The text of a file in UTF-8, or in UTF-16 or UTF-32 if it begins with their mark, which a line says.
+    """The text of a file in UTF-8, or in UTF-16 or UTF-32 if it begins with their mark, which a line says. Raises
+    UsageError, also from the body of `with`, if the file cannot be read or is no text.
 
     Args:
         place: the file.
         newline: as in `open`.
         says_encoding: whether to print that line.
-
-    Raises:
-        UsageError: from the body of `with`, too, if the file cannot be read or is no text.
     """
     if isinstance(place, Path):
         check_is_pulled(place)

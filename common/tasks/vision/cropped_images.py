@@ -124,7 +124,7 @@ class CroppedImages(Dataset):
 
 
 def load_labelled_images(data: str, max_samples: int | None = None) -> tuple[Labelled, Labelled]:
-    """Loads images with their classes.
+    """Loads images with their classes. Raises UsageError for no data, no images or no classes.
 
     Args:
         data: "shapes" (drawn ones); a folder with a sub-folder for each class, perhaps below "train" and "test"; a
@@ -133,9 +133,6 @@ def load_labelled_images(data: str, max_samples: int | None = None) -> tuple[Lab
 
     Returns:
         (training images, evaluation images). If the source has only one part, one image in five is held out.
-
-    Raises:
-        UsageError: no data, no images or no classes.
     """
     if data == "shapes":
         check_not_streamed(data, max_samples)

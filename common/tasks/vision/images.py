@@ -65,7 +65,8 @@ class ImageDataset(InMemoryDataset):
 def load_images(data: str, max_samples: int | None = None) -> tuple[ImageDataset, ImageDataset]:
     """Loads an image-classification dataset.
 
-    All images are decoded at the start, and stay in memory.
+    All images are decoded at the start, and stay in memory. Raises UsageError for no data, damaged files, images of
+    different sizes or more than half of the free memory, or no network.
 
     Args:
         data: "digits" (scikit-learn's 1,797 handwritten digits of 8 x 8); a folder with the four
@@ -76,10 +77,6 @@ def load_images(data: str, max_samples: int | None = None) -> tuple[ImageDataset
     Returns:
         (training set, evaluation set). If the source has only one split, 20 % of it is held out,
         the same samples forevery seed of the run.
-
-    Raises:
-        UsageError: no data, damaged files, images of different sizes or more than half of the free memory, or no
-            network.
     """
     place = None if data == "digits" else _idx_folder(local_path(data))
     if data == "digits" or place is not None:
