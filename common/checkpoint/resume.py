@@ -30,19 +30,12 @@ Opened = TypeVar("Opened")
 
 @dataclass
 class Checkpoint:
-    """A checkpoint found on disk and verified. Without a reader it is the start at step 0, and loads nothing.
+    """A checkpoint found on disk and verified. Without a reader it is the start at step 0, and loads nothing."""
 
-    Attributes:
-        path: its folder.
-        reader: reads its files.
-        trained: names of the weights that the optimizer of this run was given.
-        other_evaluation: whether the run evaluated other samples.
-    """
-
-    path: Path = Path()
-    reader: Reader | None = None
-    trained: Sequence[str] = ()
-    other_evaluation: bool = False
+    path: Path = Path()  # its folder
+    reader: Reader | None = None  # reads its files
+    trained: Sequence[str] = ()  # names of the weights that the optimizer of this run was given
+    other_evaluation: bool = False  # whether the run evaluated other samples
 
     @property
     def state(self) -> TrainState:

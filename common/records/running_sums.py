@@ -16,23 +16,14 @@ TOTAL_WEIGHT = "weight of the samples"  # stands beside the names of metrics
 
 @dataclass
 class RunningSums:
-    """What happened since the last training record. Checkpoints hold its sums.
+    """What happened since the last training record. Checkpoints hold its sums."""
 
-    Attributes:
-        num_taken: optimizer steps.
-        seconds: their training time.
-        losses: for each micro-batch of this process, the sum of weight × loss, 0-dim.
-        weights: for each step, the sum of the weights of this process's samples.
-        metrics: for each micro-batch, the other metrics times the weights.
-        earlier: the sums of the steps before a resume, over all processes.
-    """
-
-    num_taken: int = 0
-    seconds: float = 0.0
-    losses: list[Tensor] = field(default_factory=list)
-    weights: list[Tensor | float] = field(default_factory=list)
-    metrics: list[dict[str, Tensor]] = field(default_factory=list)
-    earlier: dict[str, float] = field(default_factory=dict)
+    num_taken: int = 0  # optimizer steps
+    seconds: float = 0.0  # their training time
+    losses: list[Tensor] = field(default_factory=list)  # of each micro-batch here: the sum of weight × loss, 0-dim
+    weights: list[Tensor | float] = field(default_factory=list)  # of each step: the sum of the weights of samples here
+    metrics: list[dict[str, Tensor]] = field(default_factory=list)  # of each micro-batch: the others times the weights
+    earlier: dict[str, float] = field(default_factory=dict)  # sums of the steps before a resume, over all processes
 
     def add(self, result: StepResult) -> None:
         """Adds an optimizer step, without its time."""

@@ -31,19 +31,14 @@ NUM_LOOKED_AT = 16  # conversations, for what the template does not use
 
 @dataclass(frozen=True)
 class Chats:
-    """Encoded conversations.
+    """Encoded conversations."""
 
-    Attributes:
-        rows: for each, {"tokens": ids without those beyond the limit, "trained": for each of them whether the model
-            learns to write it, "num_trained", "length": the number of ids before the cut, "equal": whether both
-            conversations of a pair have the same tokens}. A list, or a `datasets.Dataset` whose rows stay on disk.
-        chat: the conversation with an index.
-        per_sample: how many of them, one after another, make a sample.
-    """
-
+    # For each, {"tokens": ids without those beyond the limit, "trained": for each of them whether the model learns to
+    # write it, "num_trained", "length": the number of ids before the cut, "equal": whether both conversations of a pair
+    # have the same tokens}. A list, or a `datasets.Dataset` whose rows stay on disk.
     rows: Any
-    chat: Callable[[int], Conversation]
-    per_sample: int = 1
+    chat: Callable[[int], Conversation]  # the conversation with an index
+    per_sample: int = 1  # how many of them, one after another, make a sample
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -22,21 +22,14 @@ EXPECTED = 'expected a list of messages such as {"role": "user", "content": "Why
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages, and how they become a text.
+    """Messages, and how they become a text."""
 
-    Attributes:
-        messages: checked; no value in them is None.
-        first: number of the first message that may be learnt.
-        options: what else the template gets: "tools", and what the column chat_template_kwargs has.
-        is_plain: the contents are one text as they stand, with the tokenizer's end mark, and there is no template.
-        images: in the order of their places in the messages.
-    """
-
-    messages: Messages
-    first: int = 0
+    messages: Messages  # checked; no value in them is None
+    first: int = 0  # number of the first message that may be learnt
+    # What else the template gets: "tools", and what the column chat_template_kwargs has.
     options: Mapping[str, Any] = field(default_factory=dict)
-    is_plain: bool = False
-    images: Sequence[Any] = ()
+    is_plain: bool = False  # the contents are one text as they stand, with the tokenizer's end mark, without a template
+    images: Sequence[Any] = ()  # in the order of their places in the messages
 
     @property
     def question(self) -> str:

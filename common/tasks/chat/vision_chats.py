@@ -29,17 +29,11 @@ ADVICE = "use --data shapes for the embedded conversations, or the path of a .js
 
 @dataclass(frozen=True)
 class VisionChats:
-    """Conversations that are read one by one.
+    """Conversations that are read one by one."""
 
-    Attributes:
-        rows: their numbers in the source.
-        load: the messages and the images of the conversation with a number.
-        name: of the source, for messages.
-    """
-
-    rows: Sequence[int]
-    load: Callable[[int], tuple[Messages, Images]]
-    name: str
+    rows: Sequence[int]  # their numbers in the source
+    load: Callable[[int], tuple[Messages, Images]]  # the messages and the images of the conversation with a number
+    name: str  # of the source, for messages
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -24,19 +24,12 @@ PROMPTS = {"query": ("query",), "document": ("document", "passage", "corpus")}  
 
 @dataclass(frozen=True)
 class Pooling:
-    """How a model makes vectors.
+    """How a model makes vectors."""
 
-    Attributes:
-        mode: a key of `POOLINGS`.
-        prompts: {"query": text before each query, "document": text before each document}
-        normalizes: whether sentence-transformers is told to give vectors the length 1.
-        settings: what else its file says.
-    """
-
-    mode: str
-    prompts: dict[str, str]
-    normalizes: bool
-    settings: dict[str, Any]
+    mode: str  # a key of `POOLINGS`
+    prompts: dict[str, str]  # {"query": text before each query, "document": text before each document}
+    normalizes: bool  # whether sentence-transformers is told to give vectors the length 1
+    settings: dict[str, Any]  # what else its file says
 
     def files(self, width: int, max_length: int) -> dict[str, Any]:
         """{path: content} of what sentence-transformers reads, for vectors of `width` elements and texts of up to

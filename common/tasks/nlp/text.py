@@ -125,19 +125,12 @@ def load_tokens(
 
 @dataclass(frozen=True)
 class Text:
-    """A text to read in pieces.
+    """A text to read in pieces."""
 
-    Attributes:
-        name: for messages.
-        key: another text has another one.
-        num_bytes: about.
-        pieces: gives strings that joined are the text. Each is tokenised by itself if the text is large.
-    """
-
-    name: str
-    key: object
-    num_bytes: int
-    pieces: Callable[[], Iterator[str]]
+    name: str  # for messages
+    key: object  # another text has another one
+    num_bytes: int  # about
+    pieces: Callable[[], Iterator[str]]  # gives strings that joined are the text; a large one is tokenised by piece
 
 
 def texts_of(data: str, max_samples: int | None = None) -> list[Text]:

@@ -21,17 +21,11 @@ MANY = 20  # classes, from which on each needs two samples
 
 @dataclass(frozen=True)
 class Labelled:
-    """Samples and their classes.
+    """Samples and their classes."""
 
-    Attributes:
-        samples: texts; or images that are read one at a time, in mode L or RGB.
-        labels: the number of each sample's class; or, in all, the numbers of its classes, a tuple.
-        classes: their names.
-    """
-
-    samples: Any
-    labels: list[Any]
-    classes: list[str]
+    samples: Any  # texts; or images that are read one at a time, in mode L or RGB
+    labels: list[Any]  # the number of each sample's class; or, in all, the numbers of its classes, a tuple
+    classes: list[str]  # their names
 
     @classmethod
     def of_names(cls, samples: Any, names: Sequence[Any], classes: list[str] | None = None) -> Self:

@@ -53,23 +53,14 @@ class Number(float):
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of a split.
+    """The rows of a split."""
 
-    Attributes:
-        name: of the source, for messages.
-        column_names: of all rows.
-        rows: a list of rows, in which cells may be missing; or what reads them, as a `datasets.Dataset` does.
-        key: another table has another one.
-        num_bytes: about.
-        kinds: {column: its type in `datasets`} of a file that has types.
-    """
-
-    name: str
-    column_names: list[str]
-    rows: Any
-    key: object
-    num_bytes: int
-    kinds: dict[str, Any]
+    name: str  # of the source, for messages
+    column_names: list[str]  # of all rows
+    rows: Any  # a list of rows, in which cells may be missing; or what reads them, as a `datasets.Dataset` does
+    key: object  # another table has another one
+    num_bytes: int  # about
+    kinds: dict[str, Any]  # {column: its type in `datasets`} of a file that has types
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -66,15 +66,10 @@ def divide(rows: Sequence[Row], one_in: int = HELD_OUT) -> list[list[Row]]:
 
 @dataclass(frozen=True)
 class Files:
-    """The files of a dataset.
+    """The files of a dataset."""
 
-    Attributes:
-        splits: {split: its files}.
-        kinds: {column: its type in `datasets`}, if they are declared.
-    """
-
-    splits: dict[str, list[Place]]
-    kinds: dict[str, Any] = field(default_factory=dict)
+    splits: dict[str, list[Place]]  # {split: its files}
+    kinds: dict[str, Any] = field(default_factory=dict)  # {column: its type in `datasets`}, if they are declared
 
 
 def load_tables(

@@ -67,19 +67,12 @@ class CroppedImages(Dataset):
     """Samples {"image": float32 of shape (3, size, size), normalised; "label": int}.
 
     The label of images with several classes is a float32 tensor of shape (classes,), 1 for each of them. A mixed image
-    also has "other_label", and "share", that of the first label. With weights of classes, a sample has a "weight".
+    also has "other_label", and "share", that of the first label. With weights of classes, a sample has a "weight"."""
 
-    Args:
-        source: the images.
-        form: what the model expects.
-        augmentation: how each image varies. None: the middle of the image stands for it.
-        weights: of the classes.
-    """
-
-    source: Labelled
-    form: Preprocessing
-    augmentation: AugmentationFlags | None = None
-    weights: list[float] | None = None
+    source: Labelled  # the images
+    form: Preprocessing  # what the model expects
+    augmentation: AugmentationFlags | None = None  # how each image varies; None: its middle stands for it
+    weights: list[float] | None = None  # of the classes
 
     def __len__(self) -> int:
         return len(self.source.labels)

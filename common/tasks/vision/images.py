@@ -179,19 +179,12 @@ def _load_in_memory(data: str, max_samples: int | None) -> tuple[ImageDataset, I
 
 @dataclass(frozen=True)
 class ImageFormat:
-    """The training images, as `<output_dir>/model/config.json` describes them.
+    """The training images, as `<output_dir>/model/config.json` describes them."""
 
-    Attributes:
-        network: the recipe's name of the network.
-        image_shape: (channels, height, width)
-        classes: their names.
-        background: "dark" or "light" if the edges of grey images are; "mixed" for all others.
-    """
-
-    network: str
-    image_shape: tuple[int, int, int]
-    classes: list[str]
-    background: str
+    network: str  # the recipe's name of the network
+    image_shape: tuple[int, int, int]  # (channels, height, width)
+    classes: list[str]  # their names
+    background: str  # "dark" or "light" if the edges of grey images are; "mixed" for all others
 
     @classmethod
     def of(cls, train_set: ImageDataset, network: str) -> Self:
