@@ -60,15 +60,11 @@ def export_model(engine: Engine, folder: Path) -> str | None:
     with an index. The main process writes them; no process holds more than one file and one tensor.
 
     A transformers model also gets its `config.json`, so that `from_pretrained(folder)` loads it. A model with a
-    `peft_adapter` (common/tasks/models/lora.py) writes PEFT's files. `export` of `fit` may write more. Raises RunError
-    if the weights cannot be written; or if they are there, but not the files beside them.
+    `peft_adapter` (common/tasks/models/lora.py) writes PEFT's files. `export` of `fit` may write more. The finished
+    folder replaces an earlier one at once.
 
-    Args:
-        engine: holds the weights.
-        folder: replaced at once by the finished one.
-
-    Returns:
-        A digest of the weights, in the main process.
+    Returns a digest of the weights, in the main process. Raises RunError if the weights cannot be written; or if they
+    are there, but not the files beside them.
     """
     weights, digest, problem = engine.each_whole(), None, None
     if engine.accelerator.is_main_process:
@@ -156,20 +152,14 @@ def _write_small_files(
 def write_weights(
     weights: Iterable[tuple[str, Tensor]], folder: Path, dtype: torch.dtype | None, adapter: Any = None
 ) -> str:
-    """Writes weights as transformers does, in the memory of one file and one tensor.
+    """Writes weights as transformers does, in the memory of one file and one tensor, and returns a digest of them.
+    Raises SafetensorError if the files cannot be written, ValueError for a type that they cannot hold.
 
     Args:
         weights: (name, tensor) of each.
         folder: for the files.
         dtype: of the floating-point ones; None: each keeps its own.
         adapter: writes PEFT's file instead.
-
-    Returns:
-        A digest of the weights.
-
-    Raises:
-        SafetensorError: the files cannot be written.
-        ValueError: safetensors files cannot hold a type.
     """
     held, sizes, digest = dict[str, Tensor](), [0], 0
     files: list[list[str]] = []  # the names in each file

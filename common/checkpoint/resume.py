@@ -167,12 +167,8 @@ def _check_same_run(path: Path, content: dict[str, Any], plan: Plan, identity: d
 
 
 def newest(output_dir: Path, open_checked: Callable[[Path], Opened], group: CpuGroup) -> Opened | None:
-    """The newest complete checkpoint of a run, as `open_checked` opens it; None if there is no checkpoint.
-
-    Raises:
-        DamagedError: none is complete.
-        RunError: the file system cannot read those that may be.
-    """
+    """The newest complete checkpoint of a run, as `open_checked` opens it; None if there is no checkpoint. Raises
+    DamagedError if none is complete, RunError if the file system cannot read those that may be."""
     unread: RunError | None = None
     paths = [Path(path) for path in group.broadcast([str(path) for _, path in checkpoints(output_dir)])]
     for path in reversed(paths):

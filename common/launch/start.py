@@ -41,12 +41,8 @@ TYPES_OF_ACCELERATE = {strategy.distributed_type for strategy in STRATEGIES}
 
 
 class ObservedAccelerator(Accelerator):
-    """Accelerate's own, which notes where the recipe's code asks how many processes there are, or gathers by hand.
-
-    Attributes:
-        layout: of the run.
-        asked: {what the recipe asks for: the file and line of the first time}.
-    """
+    """Accelerate's own, which notes in `asked` where the recipe's code asks how many processes there are, or gathers by
+    hand: {what it asks for: the file and line of the first time}."""
 
     def __init__(self, layout: Layout, **named: Any):
         self.layout, self.asked = layout, dict[str, str]()

@@ -40,14 +40,12 @@ class Recorder:
         output_dir: the run's output folder, already entered.
         state: the run's state.
         facts: more entries of the run card; they may change until the run is done.
-
-    Attributes:
-        unrecorded: the steps since the last training record.
     """
 
     def __init__(self, engine: Engine, output_dir: OutputDir, state: TrainState, facts: dict[str, Any]):
         self.engine, self.accelerator, self.plan = engine, engine.accelerator, engine.plan
-        self.state, self.unrecorded, options = state, RunningSums(), engine.setup.options
+        self.state, options = state, engine.setup.options
+        self.unrecorded = RunningSums()  # the steps since the last training record
         self.tokens_per_sample = options.get("tokens_per_sample")
         self.flops_per_sample = options.get("flops_per_sample")
         device = self.accelerator.device

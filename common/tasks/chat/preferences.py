@@ -34,20 +34,13 @@ VERSION = 4  # of what is kept on disk: another number makes it anew
 
 
 class PairDataset(Dataset):
-    """A pair a sample, the preferred conversation in column 0, the other one in column 1: {"tokens", "labels": int64 of
-    shape (length, 2), "places": of trained labels, int64 of shape (number, 2)}, and with a reference "reference_chosen"
-    and "reference_rejected", float32, 0-dim.
-
-    Args:
-        pairs: from `load_pairs`.
-
-    Attributes:
-        reference: log-probabilities of the two answers, shape (pairs, 2); None until `add_reference`.
-    """
+    """A pair of `load_pairs` a sample, the preferred conversation in column 0, the other one in column 1: {"tokens",
+    "labels": int64 of shape (length, 2), "places": of trained labels, int64 of shape (number, 2)}, and with a reference
+    "reference_chosen" and "reference_rejected", float32, 0-dim."""
 
     def __init__(self, pairs: Chats):
         self.rows = pairs.rows
-        self.reference: Tensor | None = None
+        self.reference: Tensor | None = None  # of both answers, shape (pairs, 2); until `add_reference`
 
     def __len__(self) -> int:
         return len(self.rows) // 2
@@ -122,12 +115,8 @@ def pairs_by_rules() -> list[dict[str, Any]]:
 
 
 def log_probabilities(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """(log-probabilities of the chosen and the rejected answer, their numbers of tokens), each of shape (pairs, 2).
-
-    Args:
-        model: from `with_losses`.
-        batch: of a `PairDataset`, padded.
-    """
+    """(log-probabilities of the chosen and the rejected answer, their numbers of tokens), each of shape (pairs, 2), of
+    a padded batch of a `PairDataset`. The model is one of `with_losses`."""
     tokens, labels, *places = (batch[name].mT.flatten(0, 1) for name in ("tokens", "labels", "places") if name in batch)
     counts = (labels != IGNORED).sum(1)
     losses = model(tokens, labels, **({"places": places[0]} if places else {}))

@@ -182,12 +182,7 @@ def unpad(given: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class VisionDataset(Dataset):
-    """One conversation a sample, as `VisionEncoder.sample` makes it when it is asked for.
-
-    Args:
-        chats: the conversations.
-        encoder: makes the samples.
-    """
+    """One conversation a sample, as the encoder makes it when it is asked for."""
 
     def __init__(self, chats: VisionChats, encoder: VisionEncoder):
         self.chats, self.encoder = chats, encoder

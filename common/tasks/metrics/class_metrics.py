@@ -36,11 +36,8 @@ def measures_of_several(examples: dict[str, Tensor]) -> dict[str, float]:
 
 
 def average_precision(examples: dict[str, Tensor]) -> dict[str, float]:
-    """For `examples` of `fit`: the mean, over the classes that a sample has, of their average precision.
-
-    Args:
-        examples: "probability" of shape (samples, classes), and "label", 1 where one has a class.
-    """
+    """For `examples` of `fit`: the mean, over the classes that a sample has, of their average precision; from
+    "probability" of shape (samples, classes), and "label", 1 where one has a class."""
     from sklearn.metrics import average_precision_score  # takes 0.8 s
 
     occurs = examples["label"].sum(0) > 0
@@ -80,18 +77,11 @@ def weights_of_classes(flag: str | None, parts: Sequence[Labelled], are_mixed: b
 
 
 class Confusion:
-    """How often each class is taken for each other one, in the last evaluation.
-
-    Args:
-        classes: their names.
-
-    Attributes:
-        counts: images, of shape (class, predicted class); None before an evaluation.
-    """
+    """How often each of these classes is taken for each other one, in the last evaluation."""
 
     def __init__(self, classes: list[str]):
         self.classes = classes
-        self.counts: Tensor | None = None
+        self.counts: Tensor | None = None  # (class, predicted class), after an evaluation
 
     def __call__(self, examples: dict[str, Tensor]) -> dict[str, float]:
         """For `examples` of `fit`, from "label" and "predicted": the mean over the classes of the right share."""

@@ -118,8 +118,9 @@ def with_losses(
     forward(tokens, labels, positions=None, places=None), all int64 of shape (batch, context), returns the mean loss of
     each example, shape (batch,), over the labels that are not `IGNORED`. With `places`, of shape (batch, number), from
     `find_trained_places`, the model computes logits there alone. Losses are much smaller than logits, so mixed
-    precision converts little and sharding gathers little. The parameters keep their names, and the exported
-    model keeps its class.
+    precision converts little and sharding gathers little. The parameters keep their names, and the exported model keeps
+    its class. Raises UsageError if with `packs` the model lets a document see the one before it, or with `routes` it
+    has no routers.
 
     Args:
         model: a causal model of transformers.
@@ -132,9 +133,6 @@ def with_losses(
         measures: forward returns {name of `MEASURED`: mean of each example over its labels}, each of shape (batch,):
             the loss; the share of labels than which no token is more probable; and the entropy of what the model
             predicts, in nats. It computes them of the logits of the loss.
-
-    Raises:
-        UsageError: with `packs`, the model lets a document see the one before it; with `routes`, it has no routers.
     """
 
     def forward(
@@ -224,11 +222,8 @@ def _of_labels(logits: Tensor, labels: Tensor, measures: bool) -> Tensor:
 
 def find_trained_places(labels: Tensor) -> Tensor:
     """The places of labels that are not `IGNORED`, and -1 until their number is a multiple of 16: so there are some in
-    each sample, and shapes vary less.
-
-    Args:
-        labels: of a sample, shape (context,), on the CPU: on a GPU, their number would be waited for.
-    """
+    each sample, and shapes vary less. The labels of a sample, shape (context,), are on the CPU: on a GPU, their number
+    would be waited for."""
     places = [place for place, label in enumerate(labels.tolist()) if label != IGNORED]
     return torch.tensor(places + [-1] * (16 - len(places) % 16))
 

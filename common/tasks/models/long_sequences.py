@@ -22,18 +22,11 @@ if TYPE_CHECKING:
 
 
 class LongSequences:
-    """Divides the samples of a causal model.
-
-    Args:
-        model: from `with_losses`, which calls `slices` and `total`.
-
-    Attributes:
-        group: the processes that share the tokens; None until `divide`.
-    """
+    """Divides the samples of a causal model of `with_losses`, which calls `slices` and `total`."""
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
-        self.group: SequenceGroup | None = None
+        self.group: SequenceGroup | None = None  # the processes that share the tokens; until `divide`
         self._length = 0
         self._documents: Tensor | None = None
 

@@ -44,13 +44,11 @@ class Adapter:
     Args:
         settings: PEFT's config of the adapters.
         base_digest: of the frozen weights, so that a checkpoint is not loaded beside others.
-
-    Attributes:
-        start_digest: of the weights with which training starts: new adapters change nothing.
     """
 
     def __init__(self, settings: Any, base_digest: str):
-        self.settings, self.base_digest, self.start_digest = settings, base_digest, base_digest
+        self.settings, self.base_digest = settings, base_digest
+        self.start_digest = base_digest  # of the weights at the start of training: new adapters change nothing
 
     def write_settings(self, model: Any, folder: Path) -> None:
         """Writes PEFT's settings, and those of generation. transformers reads the latter from the base, unless the
@@ -74,12 +72,7 @@ class Adapter:
 
     def read(self, folder: Path, names: list[str], is_of_peft: bool = False) -> dict[str, Tensor]:
         """{name in the model: weight} of what `write` wrote, or PEFT, which notes no base; `names` are those in the
-        model.
-
-        Raises:
-            OSError: no such file.
-            UsageError: the adapters belong to another base.
-        """
+        model. Raises OSError for no such file, and UsageError if the adapters belong to another base."""
         with safe_open(folder / FILE, "pt") as file:
             base = (file.metadata() or {}).get("base")
         if base != self.base_digest and not (is_of_peft and base is None):
@@ -127,19 +120,14 @@ def naming_base(config: LoraFlags, base: str) -> Iterator[None]:
 
 
 def with_adapters(model: PreTrainedModel, config: LoraFlags) -> nn.Module:
-    """The model itself; with `--lora_rank`, frozen and with new adapters; or with those in the folder
-    `--model_name_or_path`. A model with adapters has an attribute `peft_adapter`.
+    """The model itself, which is one of `with_losses`, of the path that `base_of` gives; with `--lora_rank`, frozen and
+    with new adapters; or with those in the folder `--model_name_or_path`. A model with adapters has an attribute
+    `peft_adapter`.
 
     PEFT adapts layers such as linear ones and GPT-2's Conv1D. `--lora_targets` are all of them but the head
-    (all-linear); names, separated by commas; or a regular expression, which must match a layer's whole name.
-
-    Args:
-        model: from `with_losses`, of the path that `base_of` gives.
-
-    Raises:
-        UsageError: PEFT is not installed, no layer has such a name, or PEFT does not adapt it; or the folder has
-            something else than plain LoRA for this model.
-    """
+    (all-linear); names, separated by commas; or a regular expression, which must match a layer's whole name. Raises
+    UsageError if PEFT is not installed, no layer has such a name, or PEFT does not adapt it; or if the folder has
+    something else than plain LoRA for this model."""
     path, targets, alpha = config.model_name_or_path, config.lora_targets, config.lora_alpha
     if path is None:
         return model

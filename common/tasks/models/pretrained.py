@@ -190,12 +190,8 @@ def _check_rows(model: PreTrainedModel, tokenizer: Any) -> None:
 
 
 class Folder:
-    """Reads the weights in safetensors files, as a `TensorReader`. A whole tensor is a map of its file.
-
-    Attributes:
-        tensors: {name: {"shape": its shape}}
-        types: {name: its type, in the words of safetensors}
-    """
+    """Reads the weights in safetensors files, as a `TensorReader`. A whole tensor is a map of its file. `types` has
+    their types in the words of safetensors."""
 
     def __init__(self, paths: list[str]):
         files = [safe_open(path, "pt") for path in paths]

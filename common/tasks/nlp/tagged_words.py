@@ -67,14 +67,7 @@ class Entities:
     """Counts the entities that tags make, as seqeval does: B-X and I-X (BIO), or with L- and U- (BILOU), or E- and S-.
 
     An entity ends where its type does. I- without a B- before it begins one. A tag without such a mark is an entity of
-    one word, O is none.
-
-    Args:
-        classes: the tags in the order of their numbers.
-
-    Attributes:
-        types: of entities.
-    """
+    one word, O is none. `classes` are the tags in the order of their numbers, `types` those of entities."""
 
     def __init__(self, classes: list[str]):
         pairs = [(name[0], name[2:]) if re.match("[BILUES]-.", name) else ("S", name) for name in classes]

@@ -28,12 +28,8 @@ Files = list[tuple[str, Any]]  # (path, class), or (path, classes)
 
 
 class ImageFiles:
-    """Images in files, or in a column of a table.
-
-    Args:
-        data: the source, for messages.
-        files: paths, or what a table has in place of them.
-    """
+    """Images in files, or in a column of a table. `data` is the source, for messages; `files` are paths, or what a
+    table has in place of them."""
 
     def __init__(self, data: str, files: Any):
         self.data, self.files, self.opener = data, files, Opener()
@@ -121,14 +117,9 @@ def _label_column(table: Table) -> str | None:
 
 def read_folder(data: str, folder: Path, advice: str) -> list[Files]:
     """The images of a folder with their classes, in the order of their names: those for training and, if folders are
-    called so, those for evaluation. A line says which folders are, and what is left out. No image is opened.
-
-    Returns:
-        an empty list if there are parquet files, which are the data then.
-
-    Raises:
-        UsageError: no images, images without classes, or a folder that cannot be read.
-    """
+    called so, those for evaluation; none if there are parquet files, which are the data then. A line says which folders
+    are, and what is left out. No image is opened. Raises UsageError for no images, images without classes, or a folder
+    that cannot be read."""
     found, left_out = walk(folder, twice=True)
     endings = {ending for ending, kind in Image.registered_extensions().items() if kind in Image.OPEN}
     files = [file for file in found if Path(file).suffix.lower() in endings]

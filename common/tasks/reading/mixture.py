@@ -53,15 +53,13 @@ def weights_of(data: str) -> dict[str, float] | None:
 
 
 class Sources(Generic[Part]):
-    """The sources of `--data`. Raises UsageError like `load`, and for wrong weights, or sources that do not fit.
+    """The sources of `--data`. `train` and `evaluation` are the parts of the first one, or of the only one. Raises
+    UsageError like `load`, and for wrong weights, or sources that do not fit.
 
     Args:
         config: `--data` and `--mixture_ends`.
         load: source -> (training part, evaluation part), which need not be datasets yet.
         same: names of attributes of the training parts that all sources must share.
-
-    Attributes:
-        train, evaluation: the parts of the first source, or of the only one.
     """
 
     def __init__(self, config: RunConfig, load: Callable[[str], tuple[Part, Part]], same: tuple[str, ...] = ()):

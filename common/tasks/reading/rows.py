@@ -125,12 +125,8 @@ class Table:
 
 
 class TableColumn:
-    """A column of a `datasets.Dataset` as its files hold it. A row takes a sixth of the time of the dataset's own way.
-
-    Args:
-        table: with the column.
-        name: of the column.
-    """
+    """A column of a `datasets.Dataset` as its files hold it. A row takes a sixth of the time of the dataset's own
+    way."""
 
     def __init__(self, table: Any, name: str):
         self.table, self.name = table.select_columns(name).with_format("arrow"), name
@@ -186,13 +182,8 @@ def rows_with_text(table: Table, *columns: str, beside: Sequence[Any] | None = N
 
 
 def text_of_cell(value: Any, kind: Any = None) -> str | None:  # noqa: PLR0911 - one for each type
-    """The text of a cell; None if it has none. Raises UsageError if the cell holds a list, a dict or bytes that are no
-    text.
-
-    Args:
-        value: of a row.
-        kind: the type of its column in `datasets`, if it has one.
-    """
+    """The text of a cell; None if it has none. `kind` is the type of its column in `datasets`, if it has one. Raises
+    UsageError if the cell holds a list, a dict or bytes that are no text."""
     if value is not None and hasattr(kind, "int2str"):  # a class that has a name and a number
         value = kind.encode_example(value)
         value = None if value == NO_CLASS else kind.int2str(value)

@@ -214,12 +214,8 @@ def files_of_folder(data: str, folder: Path, kinds: dict[str, str], advice: str)
 
 def walk(folder: Path, twice: bool = False) -> tuple[list[str], LeftOut]:
     """(the files in a folder and below, in the order of their names, each with its path from there; what is left out).
-    Raises UsageError for a folder that cannot be read.
-
-    Args:
-        folder: where to begin.
-        twice: whether to read a folder again to which a link leads, unless it is above the link.
-    """
+    `twice` reads a folder again to which a link leads, unless it is above the link. Raises UsageError for a folder that
+    cannot be read."""
     files, left_out = list[str](), LeftOut()
 
     def visit(below: str, known: set[tuple[int, int]]) -> None:

@@ -27,13 +27,8 @@ MARKS = {
 
 
 def local_path(data: str, folder: Path = Path()) -> Path:
-    """The path that a user typed: as it stands, or with ~ for the home folder if there is no such file. Raises
-    UsageError for a name that no file can have.
-
-    Args:
-        data: the path.
-        folder: of relative paths.
-    """
+    """The path that a user typed, which may begin at a folder: as it stands, or with ~ for the home folder if there is
+    no such file. Raises UsageError for a name that no file can have."""
     path = folder / data
     try:
         return path if path.exists() else folder / Path(data).expanduser()
