@@ -23,17 +23,14 @@ OwnShards = list[tuple[Shard, Tensor]]
 
 
 def collect_shards(held: Sequence[Shard], rank: int, buffers: dict[str, Tensor] | None = None) -> OwnShards:
-    """Chooses the shards that this process writes. Exactly one of the processes that hold a shard writes it; all know
-    which, so that none asks the others.
+    """The shards that this process writes, with their tensors on the CPU. Exactly one of the processes that hold a
+    shard writes it; all know which, so that none asks the others.
 
     Args:
         held: this process's shards.
         rank: of this process.
         buffers: {name: tensor} for copies, kept for the next save; missing buffers are added. Without it,
             the result may share memory with the weights: they must not change until it is written.
-
-    Returns:
-        The shards with their tensors, on the CPU.
     """
     mine, own = assign(held, rank), []
     for shard in held:

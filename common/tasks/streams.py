@@ -85,7 +85,8 @@ def progress_bar(total: int | None, unit: str) -> tqdm:
 
 
 def convert_stream(stream: Iterable[dict[str, Any]], folder: str | Path, max_samples: int | None = None) -> Any:
-    """Writes a stream to an Arrow file, once, and returns it as a map-style data set for `fit`.
+    """Writes a stream to an Arrow file, once, and returns it as a map-style data set for `fit`: a `datasets.Dataset`,
+    memory-mapped, whose samples are dicts of strings and tensors: float32 or int64, uint8 for images.
 
     Memory holds some megabytes at a time. The first process of each machine writes. A conversion that was killed starts
     again. Raises UsageError if the stream is empty, or its samples do not make one table.
@@ -95,10 +96,6 @@ def convert_stream(stream: Iterable[dict[str, Any]], folder: str | Path, max_sam
             torch, or any other iterable.
         folder: for the files of this stream alone. Another stream needs another folder.
         max_samples: convert so many samples, into a file of their own; None for all.
-
-    Returns:
-        A `datasets.Dataset`, memory-mapped. Its samples are dicts of strings and tensors: float32 or int64, uint8 for
-        images.
     """
     import datasets  # not at the top: the import takes seconds
 

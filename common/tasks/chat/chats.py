@@ -180,8 +180,9 @@ def shift(row: dict[str, Any]) -> tuple[Tensor, Tensor]:
 def load_chats(
     data: str, tokenizer: Any, max_length: int, column: str, max_samples: int | None = None
 ) -> tuple[Chats, Chats]:
-    """Loads conversations and encodes them with the tokenizer's chat template. Raises UsageError for no data, no such
-    column, and messages or a template that cannot be used.
+    """(training conversations, evaluation conversations) with a trained token, encoded with the tokenizer's chat
+    template. If the source has only one part, one conversation in twenty is held out. Raises UsageError for no data, no
+    such column, and messages or a template that cannot be used.
 
     Args:
         data: "rules" (questions with answers by rules); a .jsonl or .parquet file; or a Hub id.
@@ -190,10 +191,6 @@ def load_chats(
         column: name of the column with lists of messages. If there is none, the column "conversations", or the columns
             "prompt" and "completion", of which the completion is learnt.
         max_samples: read so many conversations of each part as a stream.
-
-    Returns:
-        (training conversations, evaluation conversations), those with a trained token. If the source has only one part,
-        one conversation in twenty is held out.
     """
     needs = [{column}, {"conversations"}, {"prompt", "completion"}]
     lacks = f"has neither {column} nor prompt and completion: use --messages_column with one of"
@@ -219,8 +216,8 @@ def load_samples(
     needs: list[set[str]],
     lacks: str,
 ) -> tuple[Chats, Chats]:
-    """Loads samples of a conversation each, or of a pair of them, and encodes them. Raises UsageError like
-    `load_chats`.
+    """(training part, evaluation part) of samples of a conversation each, or of a pair of them, encoded: those from
+    which something can be learnt. Raises UsageError like `load_chats`.
 
     Args:
         data, tokenizer, max_length, max_samples: as in `load_chats`.
@@ -229,9 +226,6 @@ def load_samples(
         embedded: makes the rows of "rules".
         needs: the columns of one of these sets must be there.
         lacks: a message if they are not; the names of the columns are its end.
-
-    Returns:
-        (training part, evaluation part), the samples from which something can be learnt.
     """
     noun, size = kind.split()[0], 2 if kind == "pair" else 1
 

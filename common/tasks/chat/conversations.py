@@ -65,7 +65,7 @@ class Conversation:
 
 def as_messages(given: Any, role: str | None = None) -> Messages:
     """Messages with roles, without values that are None: tables have those where another row has a value. Raises
-    UsageError for anything else.
+    UsageError for any other form.
 
     Args:
         given: a list of {"role", "content", ...}, or of {"from", "value"} (ShareGPT); a text if there is a `role`.

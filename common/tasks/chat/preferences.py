@@ -59,19 +59,16 @@ def _columns(tensors: Any, padding: int) -> Tensor:
 
 
 def load_pairs(data: str, tokenizer: Any, max_length: int, max_samples: int | None = None) -> tuple[Chats, Chats]:
-    """Loads pairs of conversations and encodes them. Rows 2i and 2i + 1 are the preferred and the other conversation of
-    pair i. What both begin with is not trained. Raises UsageError for no data, no such columns, and messages or a
-    template that cannot be used.
+    """(training pairs, evaluation pairs) of conversations, encoded, whose answers both have a token within the limit,
+    and differ. Rows 2i and 2i + 1 are the preferred and the other conversation of pair i. What both begin with is not
+    trained. If the source has only one part, one pair in twenty is held out. Raises UsageError for no data, no such
+    columns, and messages or a template that cannot be used.
 
     Args:
         data: "rules" (the right answer, and that to the opposite question); a .jsonl or .parquet file; or a Hub id. Its
             columns are "chosen" and "rejected", and perhaps "prompt", as in TRL: lists of messages, of which the
             tokenizer's chat template makes texts; or texts, which are taken as they stand.
         tokenizer, max_length, max_samples: as in `load_chats`.
-
-    Returns:
-        (training pairs, evaluation pairs), whose answers both have a token within the limit, and differ. If the source
-        has only one part, one pair in twenty is held out.
     """
     limits = max_length, max_samples
     lacks = "lacks the columns chosen and rejected, and perhaps prompt; it has"

@@ -61,7 +61,8 @@ class VisionChats:
 def load_vision_chats(
     data: str, messages_column: str, images_column: str, max_samples: int | None = None
 ) -> tuple[VisionChats, VisionChats]:
-    """Loads conversations with images. Raises UsageError for no data, or no such column.
+    """(training conversations, evaluation conversations) with images. If the source has only one part, one conversation
+    in twenty is held out. Raises UsageError for no data, or no such column.
 
     Args:
         data: "shapes" (drawn images, with questions about them); a .jsonl or .parquet file; or a Hub id.
@@ -70,10 +71,6 @@ def load_vision_chats(
         images_column: name of the column with the images of a conversation in order: images of `datasets`, or paths
             from the folder of the file. It is not needed if each part holds its image: {"type": "image", "path": ...}
         max_samples: read so many conversations of each part as a stream.
-
-    Returns:
-        (training conversations, evaluation conversations). If the source has only one part, one conversation in twenty
-        is held out.
     """
     if data == "shapes":
         check_not_streamed(data, max_samples)
@@ -91,13 +88,8 @@ def load_vision_chats(
 
 
 class _Rows:
-    """Loads conversations from a table. Raises UsageError for columns that are missing.
-
-    Args:
-        data: of `--data`, for messages and relative paths.
-        table: the rows.
-        messages, images: names of columns.
-    """
+    """Loads conversations from a table, whose columns of messages and images have these names. `data` is for messages
+    and relative paths. Raises UsageError for columns that are missing."""
 
     def __init__(self, data: str, table: Table, messages: str, images: str):
         path = local_path(data)

@@ -12,12 +12,8 @@ FREQUENCIES = 16  # of the sine and cosine waves that stand for a time
 
 
 class Block(nn.Module):
-    """Attention and an MLP. The condition shifts and scales their inputs, and scales their outputs, at first to zero.
-
-    Args:
-        width: of a token.
-        num_heads: of the attention.
-    """
+    """Attention of tokens of this width, and an MLP. The condition shifts and scales their inputs, and scales their
+    outputs, at first to zero."""
 
     def __init__(self, width: int, num_heads: int):
         super().__init__()

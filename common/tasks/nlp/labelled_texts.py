@@ -60,8 +60,9 @@ def load_labelled_texts(
     second_column: str | None = None,
     target: str = "class",
 ) -> tuple[Labelled, Labelled]:
-    """Loads texts, or pairs of texts, with their classes or numbers. Raises UsageError for no data, no such column, an
-    empty part, no such target, or fewer than two classes.
+    """(training texts, evaluation texts), or pairs of texts, which are tuples, with their classes or numbers. Numbers
+    have the one class "LABEL_0", transformers' name of an output. If the source has only one part, one text in five is
+    held out. Raises UsageError for no data, no such column, an empty part, no such target, or fewer than two classes.
 
     Args:
         data: "stdlib" (lines of Python's standard library; the class is the package); or what `load_tables` takes.
@@ -70,10 +71,6 @@ def load_labelled_texts(
         second_column: name of the column with the second text of each pair.
         target: "class"; "classes", a list of them, or a text with commas between them; "number"; or "probability", a
             number from 0 to 1.
-
-    Returns:
-        (training texts, evaluation texts). If the source has only one part, one text in five is held out. A pair is a
-        tuple. Numbers have the one class "LABEL_0", transformers' name of an output.
     """
     declared: list[str] = []
     parts: list[Any] = []  # of (text, perhaps the second one, its class, classes or number)

@@ -80,8 +80,8 @@ def load_pairs(
     negative_column: str | None = None,
     score_column: str | None = None,
 ) -> tuple[list[Pair], list[Pair]]:
-    """Loads pairs of texts. Raises UsageError for no data, no such column, a score that is no number, or fewer than two
-    pairs in a part.
+    """(training pairs, evaluation pairs) of texts. If the source has only one part, one pair in ten is held out. Raises
+    UsageError for no data, no such column, a score that is no number, or fewer than two pairs in a part.
 
     Args:
         data: "stdlib" (docstrings of Python's standard library, each with its function); or what `load_tables` takes.
@@ -90,9 +90,6 @@ def load_pairs(
         negative_column: names of columns with wrong documents, with commas between them; None for those that are called
             negative, or negative_1 and so on.
         score_column: name of a column with numbers that say how much the two texts are alike; then nothing is wrong.
-
-    Returns:
-        (training pairs, evaluation pairs). If the source has only one part, one pair in ten is held out.
     """
     if data == "stdlib":
         if negative_column or score_column:

@@ -133,16 +133,14 @@ def _words(text: str) -> list[str]:
 def load_questions(
     data: str, context: str, question: str, answers: str, embedded: Callable[[], list[Question]]
 ) -> tuple[list[Question], list[Question]]:
-    """Loads questions with their texts and answers. Raises UsageError for no data, no such column, or an answer that
-    does not stand in its text.
+    """(training questions, evaluation questions) with their texts and answers. If the source has only one part, one
+    text in ten is held out. Raises UsageError for no data, no such column, or an answer that does not stand in its
+    text.
 
     Args:
         data: "stdlib", for what `embedded` gives; or what `load_tables` takes: rows with the columns of `datasets`'
             SQuAD, or with an answer as text; or SQuAD's own JSON file.
         context, question, answers: names of the columns.
-
-    Returns:
-        (training questions, evaluation questions). If the source has only one part, one text in ten is held out.
     """
     tables = [] if data == "stdlib" else load_tables(data, ADVICE)
     parts = [_rows(table, context, question, answers) for table in tables] or [embedded()]

@@ -110,16 +110,14 @@ class Entities:
 def load_tagged_words(
     data: str, word_column: str, tag_column: str, embedded: Callable[[], list[Sentence]]
 ) -> tuple[Labelled, Labelled]:
-    """Loads sentences: lists of words, and a tuple with the number of each word's tag. Raises UsageError for no data,
-    no such column, a word without a tag, or an empty part.
+    """(training sentences, evaluation sentences): lists of words, and a tuple with the number of each word's tag. If
+    the source has only one part, one in ten is held out. Raises UsageError for no data, no such column, a word without
+    a tag, or an empty part.
 
     Args:
         data: "stdlib", for what `embedded` gives; a CoNLL file, or a folder of such; or what `load_tables` takes.
         word_column, tag_column: names of columns with lists, or with texts that white space divides. The columns of
             CoNLL files are called 1, 2, ...; without such names the first one has the words, the last one the tags.
-
-    Returns:
-        (training sentences, evaluation sentences). If the source has only one part, one in ten is held out.
     """
     names: list[str] = []
     if data == "stdlib":

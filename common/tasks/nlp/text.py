@@ -87,7 +87,7 @@ class TokenDataset(InMemoryDataset):
 def load_tokens(
     data: str, tokenizer: Any, context: int, max_samples: int | None = None, flag: str = "context"
 ) -> tuple[TokenDataset, TokenDataset]:
-    """Loads a text and cuts it into blocks.
+    """(training set, evaluation set): blocks of a text. If the source has only one split, its last tenth is held out.
 
     Text of up to `MAX_BYTES_IN_MEMORY` is tokenised as a whole, in memory, at each start. Larger text is tokenised
     once, in pieces, and the tokens stay in a file. A text file is cut at line ends, into pieces of 100 kB. A data set
@@ -101,9 +101,6 @@ def load_tokens(
         context: tokens per block.
         max_samples: read only so many rows of a data set, as a stream; see `load_tables`.
         flag: the recipe's name for `context`.
-
-    Returns:
-        (training set, evaluation set). If the source has only one split, its last tenth is held out.
     """
     texts = texts_of(data, max_samples)
     is_large = sum(text.num_bytes for text in texts) > MAX_BYTES_IN_MEMORY

@@ -49,15 +49,12 @@ class Translations(Dataset):
 
 
 def load_translations(data: str, source: str, target: str, embedded: Callable[[], Pairs]) -> tuple[Pairs, Pairs]:
-    """Loads pairs of a text and what becomes of it. Raises UsageError for no data, no such column, or fewer than two
-    pairs.
+    """(training pairs, evaluation pairs) of a text and what becomes of it. If the source has only one part, one pair in
+    ten is held out. Raises UsageError for no data, no such column, or fewer than two pairs.
 
     Args:
         data: "dates", for what `embedded` gives; or what `load_tables` takes.
         source, target: names of columns; "translation.de" is what a cell of the column translation has as "de".
-
-    Returns:
-        (training pairs, evaluation pairs). If the source has only one part, one pair in ten is held out.
     """
     parts: list[Any] = [embedded()] if data == "dates" else []
     for table in [] if parts else load_tables(data, ADVICE):

@@ -117,15 +117,13 @@ class CroppedImages(Dataset):
 
 
 def load_labelled_images(data: str, max_samples: int | None = None) -> tuple[Labelled, Labelled]:
-    """Loads images with their classes. Raises UsageError for no data, no images or no classes.
+    """(training images, evaluation images) with their classes. If the source has only one part, one image in five is
+    held out. Raises UsageError for no data, no images or no classes.
 
     Args:
         data: "shapes" (drawn ones); a folder with a sub-folder for each class, perhaps below "train" and "test"; a
             folder with parquet files; or a Hub id.
         max_samples: read so many images of each part as a stream.
-
-    Returns:
-        (training images, evaluation images). If the source has only one part, one image in five is held out.
     """
     if data == "shapes":
         check_not_streamed(data, max_samples)

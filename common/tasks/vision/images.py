@@ -63,7 +63,8 @@ class ImageDataset(InMemoryDataset):
 
 
 def load_images(data: str, max_samples: int | None = None) -> tuple[ImageDataset, ImageDataset]:
-    """Loads an image-classification dataset.
+    """(training set, evaluation set) of images with a class each. If the source has only one split, 20 % of it is held
+    out, the same samples for every seed of the run.
 
     All images are decoded at the start, and stay in memory. Raises UsageError for no data, damaged files, images of
     different sizes or more than half of the free memory, or no network.
@@ -73,10 +74,6 @@ def load_images(data: str, max_samples: int | None = None) -> tuple[ImageDataset
             MNIST IDX files, gzipped or not, or with parquet files in the Hub's layout; or a Hub id,
             for example "ylecun/mnist".
         max_samples: read only so many images of each split, as a stream; see `load_tables`.
-
-    Returns:
-        (training set, evaluation set). If the source has only one split, 20 % of it is held out,
-        the same samples forevery seed of the run.
     """
     place = None if data == "digits" else _idx_folder(local_path(data))
     if data == "digits" or place is not None:
