@@ -30,17 +30,11 @@ from .running_sums import TOTAL_WEIGHT, RunningSums
 
 
 class Recorder:
-    """Adds up the results of steps; writes and prints records.
+    """Adds up the results of steps; writes and prints records, and the run card.
 
-    Between records nothing is read from the device. The main process writes the records and the run card. On entering,
-    raises UsageError if a tracker does not start, or records cannot be written.
-
-    Args:
-        engine: of the run.
-        output_dir: the run's output folder, already entered.
-        state: the run's state.
-        facts: more entries of the run card; they may change until the run is done.
-    """
+    Between records nothing is read from the device. The main process writes, after the output folder has been entered.
+    `facts` are more entries of the card, which may change until the run is done. On entering, raises UsageError if a
+    tracker does not start, or records cannot be written."""
 
     def __init__(self, engine: Engine, output_dir: OutputDir, state: TrainState, facts: dict[str, Any]):
         self.engine, self.accelerator, self.plan = engine, engine.accelerator, engine.plan

@@ -54,15 +54,8 @@ def cache_folder(*facts: object) -> Path:
 
 
 def write_once(folder: Path, title: str, write: Callable[[Path], None]) -> None:
-    """Calls `write` with an empty folder, in the first process of each machine, unless an earlier run did.
-
-    The folder gets its name when it is complete. Work that was killed starts again.
-
-    Args:
-        folder: for the result.
-        title: a line to print before the work.
-        write: writes files into a folder.
-    """
+    """Prints a title and calls `write` with an empty folder, in the first process of each machine, unless an earlier
+    run did. The folder gets its name when it is complete. Work that was killed starts again."""
     with first_process_first():
         if folder.exists():
             return

@@ -55,14 +55,9 @@ def load_chat_model(
     small: Callable[[int, str], tuple[PreTrainedModel, Any]],
     kind: Any = AutoModelForCausalLM,
 ) -> tuple[PreTrainedModel, Any]:
-    """(the pretrained model of the flags, or a small one from scratch; its tokenizer or processor, with a template).
-    Raises UsageError for flags or a path that cannot be used.
-
-    Args:
-        config: the flags.
-        small: makes the small one, of `--max_length` and `--attention`.
-        kind: as in `load_pretrained`.
-    """
+    """(the pretrained model of the flags, of a kind as in `load_pretrained`, or a small one from scratch, which `small`
+    makes of `--max_length` and `--attention`; its tokenizer or processor, with a template). Raises UsageError for flags
+    or a path that cannot be used."""
     limits = config.max_length, config.attention
     if (path := base_of(config, config.merge)) is None:
         model, tokenizer = small(*limits)
@@ -76,13 +71,9 @@ def load_chat_model(
 
 
 def with_chat_template(tokenizer: Any, model: PreTrainedModel) -> Any:
-    """Gives a tokenizer a plain chat template if it has none, and says so. Tells the model which token ends an answer.
-    Raises UsageError if the tokenizer cannot tell the place of its tokens in a text, or a processor has no template.
-
-    Args:
-        tokenizer: or a processor, which must have a template.
-        model: that the tokenizer belongs to.
-    """
+    """Gives a model's tokenizer a plain chat template if it has none, and says so. Tells the model which token ends an
+    answer. Raises UsageError if the tokenizer cannot tell the place of its tokens in a text, or a processor has no
+    template."""
     plain = tokenizer_of(tokenizer)
     if not getattr(plain, "is_fast", False):
         raise UsageError(
@@ -207,15 +198,8 @@ def answer(model: Any, tokenizer: Any, chats: Sequence[Conversation], max_length
 
 
 def write_answers(config: ChatFlags, tokenizer: Any, chats: Any, kind: Any = AutoModelForCausalLM) -> None:
-    """Prints how many held-out questions the exported model answers right, and one answer. With `--merge`, writes the
-    merged model first.
-
-    Args:
-        config: the flags of the run.
-        tokenizer: of the model, or a processor.
-        chats: held out; `select_answered` gives some.
-        kind: as in `load_trained`.
-    """
+    """Prints how many held-out questions the exported model answers right, and one answer; `select_answered` of the
+    chats gives some, and `kind` is as in `load_trained`. With `--merge`, writes the merged model first."""
     folder = config.output_dir / "model"
     if config.merge:
         write_merged(config, tokenizer, kind)

@@ -81,14 +81,8 @@ class Chats:
         return whole, [number for number in whole if not equal[self.per_sample * number]]
 
     def keep_teaching(self, data: str, max_length: int, use: str) -> "Chats":
-        """The samples from which something can be learnt; a line for each reason tells how many others there are.
-        Raises UsageError if there are none.
-
-        Args:
-            data: `--data`, for messages.
-            max_length: tokens beyond this number are cut.
-            use: "training" or "evaluation".
-        """
+        """The samples from which something can be learnt. Tokens beyond `max_length` are cut. A line for each reason
+        tells how many others there are, for `use` in training or evaluation. Raises UsageError if there are none."""
         total, (whole, kept) = len(self) // self.per_sample, self.teaching
         lacks = {1: "conversations have no trained token", 2: "pairs have an answer without a token"}
         reasons = {lacks[self.per_sample]: total - len(whole), "pairs have two equal answers": len(whole) - len(kept)}

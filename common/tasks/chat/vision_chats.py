@@ -138,13 +138,9 @@ def _may_have_an_answer(messages: Any) -> bool:
 
 
 def with_parts(messages: Any, images: list[Any]) -> tuple[Messages, list[Any]]:
-    """(messages whose contents are lists of parts, their images in order). Raises UsageError for no messages, or
-    another number of images than the messages have places for.
-
-    Args:
-        messages: as `load_vision_chats` takes them.
-        images: of the column. If no message says where they stand, they come before the first question.
-    """
+    """(messages whose contents are lists of parts, their images in order). If no message says where the images of the
+    column stand, they come before the first question. Raises UsageError for no messages, or another number of images
+    than the messages have places for."""
     messages = as_messages(messages)
     contents = [_content(one) for one in messages]
     if not any(_is_image(part) for content in contents for part in content):

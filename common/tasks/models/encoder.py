@@ -205,14 +205,9 @@ class Embedder(nn.Module):
 
 
 def word_tokenizer(texts: Iterable[str], num_tokens: int, masks: bool = False) -> PreTrainedTokenizerFast:
-    """A tokenizer whose tokens are the most frequent words of `texts`, in lower case; a digit or a punctuation mark is
-    a word. The first token of a text is [CLS], also of each in a pair.
-
-    Args:
-        texts: the training texts.
-        num_tokens: size of the vocabulary, with three special tokens.
-        masks: one of the tokens is [MASK].
-    """
+    """A tokenizer whose tokens are the most frequent words of the training texts, in lower case; a digit or a
+    punctuation mark is a word. The first token of a text is [CLS], also of each in a pair. The vocabulary has
+    `num_tokens`, with three special ones, and [MASK] if it `masks`."""
     special = [PAD, UNKNOWN, FIRST] + [MASK] * masks
     tokenizer = Tokenizer(models.WordLevel(unk_token=UNKNOWN))
     tokenizer.normalizer = normalizers.Lowercase()

@@ -39,12 +39,8 @@ class LoraFlags(RunConfig):
 
 
 class Adapter:
-    """What a checkpoint and an export need to know about a model with adapters: they hold the adapters alone.
-
-    Args:
-        settings: PEFT's config of the adapters.
-        base_digest: of the frozen weights, so that a checkpoint is not loaded beside others.
-    """
+    """What a checkpoint and an export need to know about a model with adapters: they hold the adapters alone. The
+    digest is that of the frozen weights, so that a checkpoint is not loaded beside others."""
 
     def __init__(self, settings: Any, base_digest: str):
         self.settings, self.base_digest = settings, base_digest

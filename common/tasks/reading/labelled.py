@@ -165,14 +165,9 @@ def classes_of_model(name_or_path: str, classes: list[str]) -> tuple[list[str], 
 
 
 def with_classes(read: Callable[..., Any], name_or_path: str, classes: list[str]) -> Any:
-    """Loads a pretrained classifier for the classes of the data, and returns what `read` returned;
-    `names_of(model.config)` has their order afterwards.
-
-    Args:
-        read: takes options for `from_pretrained`, and returns the model first.
-        name_or_path: folder or Hub id.
-        classes: names of the classes in the data.
-    """
+    """Loads a pretrained classifier for the classes of the data: `read` takes options for `from_pretrained`, and
+    returns the model first. Returns what it returned; `names_of(model.config)` has the order of the classes
+    afterwards."""
     order, is_new = classes_of_model(name_or_path, classes)
     found = read(**config_of_classes(order))
     if is_new:

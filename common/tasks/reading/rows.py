@@ -207,15 +207,9 @@ def text_of_cell(value: Any, kind: Any = None) -> str | None:  # noqa: PLR0911 -
 
 
 def table_of(data: str, places: Sequence[Place], max_rows: int | None, kinds: dict[str, Any]) -> Table:
-    """The rows of CSV, TSV or JSON files, one file after another: small ones in memory, others on disk. Raises
-    UsageError for a file that cannot be read, or without rows.
-
-    Args:
-        data: of `--data`, for messages.
-        places: the files.
-        max_rows: read so many rows.
-        kinds: {column: its type in `datasets`}, if they are declared.
-    """
+    """The rows of CSV, TSV or JSON files, one file after another, up to `max_rows`: small ones in memory, others on
+    disk. `data` is for messages; `kinds` has {column: its type in `datasets`}, if they are declared. Raises UsageError
+    for a file that cannot be read, or without rows."""
     local = [place for place in places if isinstance(place, Path)]
     stats = [place.stat() for place in local]
     sizes = [stat.st_size * (UNPACKED if packing_of(place) else 1) for place, stat in zip(local, stats)]

@@ -36,13 +36,9 @@ class TableDataset(InMemoryDataset):
 
 
 def load_numbers(data: str, target: str | None) -> TableDataset:
-    """Loads a table of numbers, and standardises each column. Raises UsageError for no such file or column, too few
-    rows or columns, a value that is missing or not finite, or a constant target.
-
-    Args:
-        data: a .csv, .tsv, .jsonl or .parquet file, perhaps packed.
-        target: the column to predict; the others are the features.
-    """
+    """Loads a table of numbers from a .csv, .tsv, .jsonl or .parquet file, perhaps packed, and standardises each
+    column. The columns beside the target are the features. Raises UsageError for no such file or column, too few rows
+    or columns, a value that is missing or not finite, or a constant target."""
     table, *others = load_tables(data, ADVICE)
     names = table.column_names
     if others:

@@ -73,14 +73,8 @@ def open_bytes(place: Place) -> io.BufferedReader:
 
 @contextmanager
 def open_text(place: Place, newline: str | None, says_encoding: bool = True) -> Iterator[io.TextIOWrapper]:
-    """The text of a file in UTF-8, or in UTF-16 or UTF-32 if it begins with their mark, which a line says. Raises
-    UsageError, also from the body of `with`, if the file cannot be read or is no text.
-
-    Args:
-        place: the file.
-        newline: as in `open`.
-        says_encoding: whether to print that line.
-    """
+    """The text of a file in UTF-8, or in UTF-16 or UTF-32 if it begins with their mark, which a line says. `newline` is
+    as in `open`. Raises UsageError, also from the body of `with`, if the file cannot be read or is no text."""
     if isinstance(place, Path):
         check_is_pulled(place)
     try:
