@@ -1,6 +1,5 @@
 """Conversations: which of their tokens a model learns to write, each alone or packed into blocks."""
 
-import calendar
 import itertools
 import random
 from bisect import bisect_left, insort
@@ -304,12 +303,16 @@ def encode(chat: Any, tokenizer: Any, max_length: int) -> dict[str, Any]:
     return {"tokens": tokens[:max_length], "trained": trained, "num_trained": sum(trained), "length": len(tokens)}
 
 
+DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday"
+MONTHS = "January February March April May June July August September October November December"
+
+
 def answers_by_rules() -> dict[str, str]:
     """{question: its answer}, such as {"Larger of 3 and 7?": "7"}"""
     answers = {f"{word} of {one} and {two}?": str(choose(one, two))
                for word, choose in (("Larger", max), ("Smaller", min))
                for one, two in itertools.permutations(range(10), 2)}  # fmt: skip
-    for names in ([*calendar.day_name], calendar.month_name[1:]):
+    for names in (DAYS.split(), MONTHS.split()):  # not those of `calendar`, which are in the language of the system
         for one, two in itertools.pairwise([*names, names[0]]):
             answers |= {f"After {one}?": two, f"Before {two}?": one}
     return answers
