@@ -89,7 +89,7 @@ def _write(reader: "Reader", folder: Path, dtype: str) -> Path:
     files, base = reader.folder.resolve().parent / MODEL_FILES, reader.content["identity"].get("base")
     adapter: Any = None
     if base is not None:
-        from accelerate_recipes.common.tasks.lora import Adapter
+        from accelerate_recipes.common.tasks.models.lora import Adapter
 
         adapter = Adapter(None, base)  # the settings are among the small files
     with rewrite(folder) as aside:

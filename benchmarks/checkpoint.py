@@ -49,7 +49,7 @@ from accelerate_recipes.common.records.running_sums import RunningSums
 from accelerate_recipes.common.state import TrainState
 from accelerate_recipes.common.step.setup import Setup
 from accelerate_recipes.common.stopping.watch import Watch
-from accelerate_recipes.common.tasks.causal_lm import with_losses
+from accelerate_recipes.common.tasks.models.causal_lm import with_losses
 
 CONTEXT = 8
 

@@ -40,9 +40,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.common.records.hardware import peak_flops
-from accelerate_recipes.common.tasks.causal_lm import flops_per_sample
-from accelerate_recipes.common.tasks.text import TokenDataset
+from accelerate_recipes.common.records.run_card import peak_flops
+from accelerate_recipes.common.tasks.models.causal_lm import flops_per_sample
+from accelerate_recipes.common.tasks.nlp.text import TokenDataset
 
 SIZES = {
     "layers": 12, "heads": 12, "width": 768, "context": 1024, "vocabulary": 50304,

@@ -15,8 +15,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from accelerate_recipes.common.config import RunConfig
 from accelerate_recipes.common.launch.start import start
 from accelerate_recipes.common.loop import fit
-from accelerate_recipes.common.tasks.causal_lm import flops_per_sample, with_losses
-from accelerate_recipes.common.tasks.text import TokenDataset
+from accelerate_recipes.common.tasks.models.causal_lm import flops_per_sample, with_losses
+from accelerate_recipes.common.tasks.nlp.text import TokenDataset
 
 LEARNING_RATE, MAX_NORM = 6e-4, 1.0
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

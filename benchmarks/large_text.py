@@ -36,7 +36,7 @@ def tokenizer_of(kind: str, folder: Path) -> Any:
     """A byte tokenizer, or a byte-pair encoding with 8,000 tokens, trained once."""
     from transformers import PreTrainedTokenizerFast
 
-    from accelerate_recipes.common.tasks.tokenization import byte_tokenizer
+    from accelerate_recipes.common.tasks.models.tokenization import byte_tokenizer
 
     if kind == "bytes":
         return byte_tokenizer()
@@ -72,11 +72,11 @@ def measure(text: str, tokenizer_kind: str, folder: Path, in_memory: bool) -> di
     import datasets  # noqa: F401  # its memory is not the corpus's
     import torch
 
-    import accelerate_recipes.common.tasks.text
-    from accelerate_recipes.common.tasks.text import load_tokens
+    import accelerate_recipes.common.tasks.nlp.text
+    from accelerate_recipes.common.tasks.nlp.text import load_tokens
 
     if in_memory:
-        accelerate_recipes.common.tasks.text.MAX_BYTES_IN_MEMORY = sys.maxsize
+        accelerate_recipes.common.tasks.nlp.text.MAX_BYTES_IN_MEMORY = sys.maxsize
     tokenizer = tokenizer_of(tokenizer_kind, folder)
     tokenizer("one two three")
     before, started = anonymous_mb(), time.perf_counter()

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from accelerate_recipes import RunConfig, fit, flag, run, start
 from accelerate_recipes.common.data.sets import Batch
-from accelerate_recipes.common.tasks.causal_lm import checkpoint_activations, flops_per_sample, with_losses
+from accelerate_recipes.common.tasks.models.causal_lm import checkpoint_activations, flops_per_sample, with_losses
 
 # hidden and intermediate size, layers, heads, key-value heads, vocabulary
 SIZES = {

@@ -36,8 +36,8 @@ from accelerate_recipes.common.config import RunConfig
 from accelerate_recipes.common.data.sets import Batch, ForwardStep
 from accelerate_recipes.common.launch.start import start
 from accelerate_recipes.common.loop import fit
-from accelerate_recipes.common.tasks.images import ImageDataset
-from accelerate_recipes.common.tasks.text import TokenDataset
+from accelerate_recipes.common.tasks.nlp.text import TokenDataset
+from accelerate_recipes.common.tasks.vision.images import ImageDataset
 
 MAX_NORM = 1.0
 LEARNING_RATE = 1e-3
@@ -73,7 +73,7 @@ def cnn() -> nn.Module:
 
 def transformer() -> nn.Module:
     """The network of recipes/transformer.py, which returns losses."""
-    from accelerate_recipes.common.tasks.causal_lm import with_losses
+    from accelerate_recipes.common.tasks.models.causal_lm import with_losses
 
     module = recipe("transformer")
     return with_losses(module["build"](module["Config"]())[0])

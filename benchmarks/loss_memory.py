@@ -25,7 +25,7 @@ def measure(chunk: int, vocabulary: int, context: int) -> dict[str, float]:
     """{"megabytes", "seconds"} with the logits of `chunk` tokens in memory; 0: all."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from accelerate_recipes.common.tasks.causal_lm import with_losses
+    from accelerate_recipes.common.tasks.models.causal_lm import with_losses
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}

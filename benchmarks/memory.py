@@ -159,7 +159,7 @@ def worker(path: str, size: str, context: int, batch_size: int) -> None:
     from accelerate_recipes.common.parallel.tensor_plan import shipped_plan
     from accelerate_recipes.common.plan import Plan
     from accelerate_recipes.common.step.setup import Setup
-    from accelerate_recipes.common.tasks.causal_lm import with_losses
+    from accelerate_recipes.common.tasks.models.causal_lm import with_losses
 
     config = RunConfig(batch_size=batch_size, max_steps=STEPS, output_dir=path)
     accelerator = start(config)

@@ -15,16 +15,16 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from accelerate_recipes.common.data import pad_to_longest
-from accelerate_recipes.common.tasks.causal_lm import IGNORED, with_losses
-from accelerate_recipes.common.tasks.chat_models import small_chat_model, without_dropout
-from accelerate_recipes.common.tasks.chats import Chats, encode
-from accelerate_recipes.common.tasks.preferences import (
+from accelerate_recipes.common.tasks.chat.chat_models import small_chat_model, without_dropout
+from accelerate_recipes.common.tasks.chat.chats import Chats, encode
+from accelerate_recipes.common.tasks.chat.preferences import (
     PairDataset,
     log_probabilities,
     pairs_by_rules,
     split_pair,
     weights_of_losses,
 )
+from accelerate_recipes.common.tasks.models.causal_lm import IGNORED, with_losses
 from recipes import preferences as recipe
 
 NAMES = {"dpo": "sigmoid", "dpo_norm": "sigmoid_norm"}  # the others have the same

@@ -86,7 +86,7 @@ def recipe(name: str) -> dict:
 
 def llama(hidden_size: int, num_layers: int) -> nn.Module:
     """The model of recipes/transformer.py."""
-    from accelerate_recipes.common.tasks.causal_lm import with_losses
+    from accelerate_recipes.common.tasks.models.causal_lm import with_losses
 
     module = recipe("transformer")
     return with_losses(module["build"](module["Config"](hidden_size=hidden_size, num_layers=num_layers))[0])

@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 
-# Like common/tasks/images.py, this script reads the digits without importing scikit-learn: the same work for both.
+# Like common/tasks/vision/images.py, this script reads the digits without scikit-learn: the same work for both.
 RAW = """
 import gzip, os, sys
 from importlib.util import find_spec

@@ -17,7 +17,7 @@ from .cpu_group import CpuGroup
 from .data.batches import batches
 from .data.sets import ForwardStep, MapDataset, Metrics
 from .evaluation import Evaluation, evaluate_exported
-from .launch.observed import ObservedAccelerator
+from .launch.start import ObservedAccelerator
 from .parallel.strategies import check_trainable
 from .records.output_dir import OutputDir
 from .records.recorder import Recorder

@@ -27,9 +27,9 @@ from torch.utils.data import Dataset
 
 from accelerate_recipes import RunConfig, Schedule, fit, flag, load_exported, parameter_groups, run, start
 from accelerate_recipes.common.data import Batch
-from accelerate_recipes.common.tasks.diffusion import DiT
-from accelerate_recipes.common.tasks.images import ImageDataset, load_images
-from accelerate_recipes.common.tasks.mixture import Sources
+from accelerate_recipes.common.tasks.models.diffusion import DiT
+from accelerate_recipes.common.tasks.reading.mixture import Sources
+from accelerate_recipes.common.tasks.vision.images import ImageDataset, load_images
 
 NUM_COMPARED = 10_000  # training images, about
 LEAST_PIXELS = 32  # a side of an image in a grid

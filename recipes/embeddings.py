@@ -25,13 +25,13 @@ from transformers import AutoModel, BertModel
 
 from accelerate_recipes import Schedule, fit, flag, parameter_groups, run, start
 from accelerate_recipes.common.data import Batch, pad_to_longest
-from accelerate_recipes.common.tasks.encoder import PADDING, Embedder, EncoderFlags, load_encoder, small_bert
-from accelerate_recipes.common.tasks.lora import LoraFlags, base_of, naming_base, with_adapters
-from accelerate_recipes.common.tasks.mixture import Sources
-from accelerate_recipes.common.tasks.pairs import EncodedPairs, Pair, load_pairs, text_names
-from accelerate_recipes.common.tasks.pooling import read_pooling
-from accelerate_recipes.common.tasks.pretrained import export_of
-from accelerate_recipes.common.tasks.similarity import correlations, make_batch_loss, retrieval
+from accelerate_recipes.common.tasks.metrics.similarity import correlations, make_batch_loss, retrieval
+from accelerate_recipes.common.tasks.models.encoder import PADDING, Embedder, EncoderFlags, load_encoder, small_bert
+from accelerate_recipes.common.tasks.models.lora import LoraFlags, base_of, naming_base, with_adapters
+from accelerate_recipes.common.tasks.models.pooling import read_pooling
+from accelerate_recipes.common.tasks.models.pretrained import export_of
+from accelerate_recipes.common.tasks.nlp.pairs import EncodedPairs, Pair, load_pairs, text_names
+from accelerate_recipes.common.tasks.reading.mixture import Sources
 
 
 @dataclass(kw_only=True)

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 
 from accelerate_recipes import Schedule, fit, flag, parameter_groups, run, start
 from accelerate_recipes.common.data import Batch, say
-from accelerate_recipes.common.tasks.causal_lm import with_losses, with_perplexity
-from accelerate_recipes.common.tasks.chat_models import ChatFlags, load_chat_model, small_chat_model, write_answers
-from accelerate_recipes.common.tasks.chats import PAD_CHATS, ChatDataset, load_chats
-from accelerate_recipes.common.tasks.lora import with_adapters
-from accelerate_recipes.common.tasks.mixture import Sources
-from accelerate_recipes.common.tasks.pretrained import export_of
+from accelerate_recipes.common.tasks.chat.chat_models import ChatFlags, load_chat_model, small_chat_model, write_answers
+from accelerate_recipes.common.tasks.chat.chats import PAD_CHATS, ChatDataset, load_chats
+from accelerate_recipes.common.tasks.models.causal_lm import with_losses, with_perplexity
+from accelerate_recipes.common.tasks.models.lora import with_adapters
+from accelerate_recipes.common.tasks.models.pretrained import export_of
+from accelerate_recipes.common.tasks.reading.mixture import Sources
 
 OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor}
 

@@ -27,13 +27,13 @@ from transformers import AutoModelForImageClassification, ViTConfig, ViTForImage
 
 from accelerate_recipes import Schedule, UsageError, fit, flag, parameter_groups, print_once, run, start
 from accelerate_recipes.common.data import Batch
-from accelerate_recipes.common.tasks.augmentation import AugmentationFlags, loss_of_mixture
-from accelerate_recipes.common.tasks.class_metrics import Confusion, average_precision, weights_of_classes
-from accelerate_recipes.common.tasks.cropped_images import CroppedImages, Preprocessing, load_labelled_images
-from accelerate_recipes.common.tasks.encoder import freeze_key_biases
-from accelerate_recipes.common.tasks.known_classes import config_of_classes, names_of, with_classes
-from accelerate_recipes.common.tasks.mixture import Sources
-from accelerate_recipes.common.tasks.pretrained import load
+from accelerate_recipes.common.tasks.metrics.class_metrics import Confusion, average_precision, weights_of_classes
+from accelerate_recipes.common.tasks.models.encoder import freeze_key_biases
+from accelerate_recipes.common.tasks.models.pretrained import load
+from accelerate_recipes.common.tasks.reading.labelled import config_of_classes, names_of, with_classes
+from accelerate_recipes.common.tasks.reading.mixture import Sources
+from accelerate_recipes.common.tasks.vision.augmentation import AugmentationFlags, loss_of_mixture
+from accelerate_recipes.common.tasks.vision.cropped_images import CroppedImages, Preprocessing, load_labelled_images
 
 
 @dataclass(kw_only=True)

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from accelerate_recipes import RunConfig, Schedule, fit, flag, load_exported, parameter_groups, run, start
 from accelerate_recipes.common.data import Batch
-from accelerate_recipes.common.tasks.embedded import sklearn_file
-from accelerate_recipes.common.tasks.tables import TableDataset, load_numbers, standardise
+from accelerate_recipes.common.tasks.reading.sources import sklearn_file
+from accelerate_recipes.common.tasks.reading.tables import TableDataset, load_numbers, standardise
 
 
 @dataclass(kw_only=True)

@@ -25,11 +25,11 @@ from transformers import AutoModelForMaskedLM, BertForMaskedLM
 
 from accelerate_recipes import Schedule, UsageError, fit, flag, parameter_groups, print_once, run, start
 from accelerate_recipes.common.data import Batch, pad_to_longest
-from accelerate_recipes.common.tasks.causal_lm import IGNORED, with_perplexity
-from accelerate_recipes.common.tasks.encoder import EncoderFlags, load_encoder, small_bert
-from accelerate_recipes.common.tasks.mixture import Sources, weights_of
-from accelerate_recipes.common.tasks.pretrained import export_of, exported_pipeline
-from accelerate_recipes.common.tasks.text import TokenDataset, load_tokens, texts_of
+from accelerate_recipes.common.tasks.models.causal_lm import IGNORED, with_perplexity
+from accelerate_recipes.common.tasks.models.encoder import EncoderFlags, load_encoder, small_bert
+from accelerate_recipes.common.tasks.models.pretrained import export_of, exported_pipeline
+from accelerate_recipes.common.tasks.nlp.text import TokenDataset, load_tokens, texts_of
+from accelerate_recipes.common.tasks.reading.mixture import Sources, weights_of
 
 
 @dataclass(kw_only=True)

@@ -21,9 +21,8 @@ from torch.nn import functional as F
 
 from accelerate_recipes import RunConfig, Schedule, fit, flag, load_exported, parameter_groups, print_once, run, start
 from accelerate_recipes.common.data import Batch
-from accelerate_recipes.common.tasks.image_format import ImageFormat, read_image
-from accelerate_recipes.common.tasks.images import load_images
-from accelerate_recipes.common.tasks.mixture import Sources
+from accelerate_recipes.common.tasks.reading.mixture import Sources
+from accelerate_recipes.common.tasks.vision.images import ImageFormat, load_images, read_image
 
 
 @dataclass(kw_only=True)

@@ -28,25 +28,25 @@ from torch.nn import functional as F
 from accelerate_recipes import Schedule, fit, flag, parameter_groups, print_once, run, start
 from accelerate_recipes.common.data import Batch, ForwardStep
 from accelerate_recipes.common.seeds import CPU, restore_generators
-from accelerate_recipes.common.tasks.causal_lm import with_losses
-from accelerate_recipes.common.tasks.chat_models import (
+from accelerate_recipes.common.tasks.chat.chat_models import (
     ChatFlags,
     load_chat_model,
     small_chat_model,
     without_dropout,
     write_answers,
 )
-from accelerate_recipes.common.tasks.chats import PAD_CHATS
-from accelerate_recipes.common.tasks.lora import with_adapters
-from accelerate_recipes.common.tasks.mixture import Sources
-from accelerate_recipes.common.tasks.preferences import (
+from accelerate_recipes.common.tasks.chat.chats import PAD_CHATS
+from accelerate_recipes.common.tasks.chat.preferences import (
     PairDataset,
     add_reference,
     load_pairs,
     log_probabilities,
     weights_of_losses,
 )
-from accelerate_recipes.common.tasks.pretrained import export_of
+from accelerate_recipes.common.tasks.models.causal_lm import with_losses
+from accelerate_recipes.common.tasks.models.lora import with_adapters
+from accelerate_recipes.common.tasks.models.pretrained import export_of
+from accelerate_recipes.common.tasks.reading.mixture import Sources
 
 
 def margin(ratios: Tensor) -> Tensor:

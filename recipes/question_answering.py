@@ -27,11 +27,11 @@ from transformers import AutoModelForQuestionAnswering, BertForQuestionAnswering
 
 from accelerate_recipes import Schedule, UsageError, fit, flag, parameter_groups, print_once, run, start
 from accelerate_recipes.common.data import Batch, Examples, ForwardStep, Metrics, pad_to_longest, parts_of
-from accelerate_recipes.common.tasks.encoder import EncoderFlags, load_encoder, small_bert
-from accelerate_recipes.common.tasks.mixture import Sources
-from accelerate_recipes.common.tasks.pairs import documented_functions
-from accelerate_recipes.common.tasks.pretrained import export_of, exported_model
-from accelerate_recipes.common.tasks.questions import Question, Windows, best_answers, exact_and_f1, load_questions
+from accelerate_recipes.common.tasks.models.encoder import EncoderFlags, load_encoder, small_bert
+from accelerate_recipes.common.tasks.models.pretrained import export_of, exported_model
+from accelerate_recipes.common.tasks.nlp.pairs import documented_functions
+from accelerate_recipes.common.tasks.nlp.questions import Question, Windows, best_answers, exact_and_f1, load_questions
+from accelerate_recipes.common.tasks.reading.mixture import Sources
 from accelerate_recipes.common.tasks.reading.text_files import local_path, open_text
 
 INPUTS = ("input_ids", "token_type_ids", "attention_mask")

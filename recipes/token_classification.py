@@ -35,13 +35,12 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer, BertFor
 
 from accelerate_recipes import Schedule, fit, flag, parameter_groups, print_once, run, start
 from accelerate_recipes.common.data import Batch, pad_to_longest
-from accelerate_recipes.common.tasks.causal_lm import IGNORED
-from accelerate_recipes.common.tasks.encoder import EncoderFlags, load_encoder, small_bert
-from accelerate_recipes.common.tasks.known_classes import names_of, with_classes
-from accelerate_recipes.common.tasks.labelled import Labelled
-from accelerate_recipes.common.tasks.mixture import Sources
-from accelerate_recipes.common.tasks.pretrained import export_of, exported_pipeline
-from accelerate_recipes.common.tasks.tagged_words import EncodedWords, Entities, load_tagged_words
+from accelerate_recipes.common.tasks.models.causal_lm import IGNORED
+from accelerate_recipes.common.tasks.models.encoder import EncoderFlags, load_encoder, small_bert
+from accelerate_recipes.common.tasks.models.pretrained import export_of, exported_pipeline
+from accelerate_recipes.common.tasks.nlp.tagged_words import EncodedWords, Entities, load_tagged_words
+from accelerate_recipes.common.tasks.reading.labelled import Labelled, names_of, with_classes
+from accelerate_recipes.common.tasks.reading.mixture import Sources
 
 PACKAGES = ("email", "logging", "unittest")  # that every Python has
 TAGGED = ("KEYWORD", "DEFINITION", "NUMBER", "STRING", "COMMENT")

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, PreTr
 
 from accelerate_recipes import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, run, start
 from accelerate_recipes.common.data import Batch
-from accelerate_recipes.common.tasks.causal_lm import (
+from accelerate_recipes.common.tasks.models.causal_lm import (
     checkpoint_activations,
     flops_per_sample,
     load_pretrained,
@@ -30,11 +30,11 @@ from accelerate_recipes.common.tasks.causal_lm import (
     with_losses,
     with_perplexity,
 )
-from accelerate_recipes.common.tasks.mixture import Sources
-from accelerate_recipes.common.tasks.pretrained import export_of
-from accelerate_recipes.common.tasks.routers import check_experts, router_loss
-from accelerate_recipes.common.tasks.text import load_tokens
-from accelerate_recipes.common.tasks.tokenization import byte_tokenizer
+from accelerate_recipes.common.tasks.models.pretrained import export_of
+from accelerate_recipes.common.tasks.models.routers import check_experts, router_loss
+from accelerate_recipes.common.tasks.models.tokenization import byte_tokenizer
+from accelerate_recipes.common.tasks.nlp.text import load_tokens
+from accelerate_recipes.common.tasks.reading.mixture import Sources
 
 
 @dataclass(kw_only=True)

@@ -27,12 +27,12 @@ from transformers import AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGenera
 
 from accelerate_recipes import RunConfig, Schedule, UsageError, fit, flag, parameter_groups, print_once, run, start
 from accelerate_recipes.common.data import Batch, Examples, ForwardStep, Metrics, pad_to_longest, parts_of
-from accelerate_recipes.common.tasks.causal_lm import IGNORED
-from accelerate_recipes.common.tasks.encoder import load_encoder
-from accelerate_recipes.common.tasks.mixture import Sources
-from accelerate_recipes.common.tasks.pretrained import export_of, exported_model
-from accelerate_recipes.common.tasks.tokenization import byte_tokenizer
-from accelerate_recipes.common.tasks.translations import Pairs, Translations, load_translations, make_measure
+from accelerate_recipes.common.tasks.models.causal_lm import IGNORED
+from accelerate_recipes.common.tasks.models.encoder import load_encoder
+from accelerate_recipes.common.tasks.models.pretrained import export_of, exported_model
+from accelerate_recipes.common.tasks.models.tokenization import byte_tokenizer
+from accelerate_recipes.common.tasks.nlp.translations import Pairs, Translations, load_translations, make_measure
+from accelerate_recipes.common.tasks.reading.mixture import Sources
 
 
 @dataclass(kw_only=True)

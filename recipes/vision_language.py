@@ -34,15 +34,15 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 
 from accelerate_recipes import Schedule, UsageError, fit, flag, parameter_groups, print_once, run, start
 from accelerate_recipes.common.data import Batch
-from accelerate_recipes.common.tasks.causal_lm import with_losses, with_perplexity
-from accelerate_recipes.common.tasks.chat_models import END, ChatFlags, load_chat_model, write_answers
-from accelerate_recipes.common.tasks.encoder import freeze_key_biases
-from accelerate_recipes.common.tasks.lora import with_adapters
-from accelerate_recipes.common.tasks.mixture import Sources
-from accelerate_recipes.common.tasks.pretrained import export_of
-from accelerate_recipes.common.tasks.tokenization import byte_tokenizer
-from accelerate_recipes.common.tasks.vision_batches import VisionDataset, VisionEncoder, unpad
-from accelerate_recipes.common.tasks.vision_chats import load_vision_chats
+from accelerate_recipes.common.tasks.chat.chat_models import END, ChatFlags, load_chat_model, write_answers
+from accelerate_recipes.common.tasks.chat.vision_batches import VisionDataset, VisionEncoder, unpad
+from accelerate_recipes.common.tasks.chat.vision_chats import load_vision_chats
+from accelerate_recipes.common.tasks.models.causal_lm import with_losses, with_perplexity
+from accelerate_recipes.common.tasks.models.encoder import freeze_key_biases
+from accelerate_recipes.common.tasks.models.lora import with_adapters
+from accelerate_recipes.common.tasks.models.pretrained import export_of
+from accelerate_recipes.common.tasks.models.tokenization import byte_tokenizer
+from accelerate_recipes.common.tasks.reading.mixture import Sources
 
 KIND = AutoModelForImageTextToText
 SPECIAL = {"image": "<image>", "around": "<fake_token_around_image>", "whole": "<global-img>", "padding": "<pad>"}

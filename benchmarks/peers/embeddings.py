@@ -8,7 +8,7 @@ import torch
 from shared import BATCH, LEARNING_RATE, InOrder, drawn_rows, settings, write_rows
 from transformers import BertConfig, BertModel
 
-from accelerate_recipes.common.tasks.encoder import word_tokenizer
+from accelerate_recipes.common.tasks.models.encoder import word_tokenizer
 
 PEER, MAX_LENGTH, SCALE = "sentence-transformers", 64, 20.0
 

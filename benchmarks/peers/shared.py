@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import BatchSampler, SequentialSampler
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from accelerate_recipes.common.tasks.chat_models import small_chat_model
+from accelerate_recipes.common.tasks.chat.chat_models import small_chat_model
 
 BATCH, MAX_LENGTH, LEARNING_RATE, HELD_OUT = 8, 192, 1e-4, 2
 

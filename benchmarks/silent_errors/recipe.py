@@ -15,7 +15,7 @@ from transformers import LlamaConfig, MixtralConfig, Qwen3Config
 
 from accelerate_recipes import RunConfig, fit, flag, run, start
 from accelerate_recipes.common.data.sets import Batch
-from accelerate_recipes.common.tasks.causal_lm import IGNORED, with_losses
+from accelerate_recipes.common.tasks.models.causal_lm import IGNORED, with_losses
 
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (LlamaConfig, {}),

@@ -33,11 +33,7 @@ MAX_FILE_BYTES = 5_000_000_000
 
 def try_export(setup: Setup, group: CpuGroup) -> None:
     """Tries what the export after the last step needs: the main process writes the small files and removes them, and
-    looks whether there is room for the weights. A collective.
-
-    Raises:
-        UsageError: the export would fail.
-    """
+    looks whether there is room for the weights. A collective. Raises UsageError if the export would fail."""
     output_dir, module, line = setup.plan.config.output_dir, setup.model, None
     dtype = export_dtype(setup.plan.config.export_dtype, module)
     if group.rank == 0:
@@ -63,18 +59,12 @@ def export_model(engine: Engine, folder: Path) -> str | None:
     """Writes the weights to `<folder>/model.safetensors`, with the module's own names; above 5 GB into several files
     with an index. The main process writes them; no process holds more than one file and one tensor.
 
-    A transformers model also gets its `config.json`, so that `from_pretrained(folder)` loads it. A model with
-    a `peft_adapter` (common/tasks/lora.py) writes PEFT's files. `export` of `fit` may write more.
+    A transformers model also gets its `config.json`, so that `from_pretrained(folder)` loads it. A model with a
+    `peft_adapter` (common/tasks/models/lora.py) writes PEFT's files. `export` of `fit` may write more. The finished
+    folder replaces an earlier one at once.
 
-    Args:
-        engine: holds the weights.
-        folder: replaced at once by the finished one.
-
-    Returns:
-        A digest of the weights, in the main process.
-
-    Raises:
-        RunError: the weights cannot be written; or they are there, but not the files beside them.
+    Returns a digest of the weights, in the main process. Raises RunError if the weights cannot be written; or if they
+    are there, but not the files beside them.
     """
     weights, digest, problem = engine.each_whole(), None, None
     if engine.accelerator.is_main_process:
@@ -162,20 +152,14 @@ def _write_small_files(
 def write_weights(
     weights: Iterable[tuple[str, Tensor]], folder: Path, dtype: torch.dtype | None, adapter: Any = None
 ) -> str:
-    """Writes weights as transformers does, in the memory of one file and one tensor.
+    """Writes weights as transformers does, in the memory of one file and one tensor, and returns a digest of them.
+    Raises SafetensorError if the files cannot be written, ValueError for a type that they cannot hold.
 
     Args:
         weights: (name, tensor) of each.
         folder: for the files.
         dtype: of the floating-point ones; None: each keeps its own.
         adapter: writes PEFT's file instead.
-
-    Returns:
-        A digest of the weights.
-
-    Raises:
-        SafetensorError: the files cannot be written.
-        ValueError: safetensors files cannot hold a type.
     """
     held, sizes, digest = dict[str, Tensor](), [0], 0
     files: list[list[str]] = []  # the names in each file
@@ -230,11 +214,8 @@ def _digest(weights: Mapping[str, Tensor]) -> int:
 
 
 def load_exported(output_dir: str | Path, model: nn.Module | None = None) -> dict[str, Tensor]:
-    """{name: tensor} of the model that a run exported; also loads them into `model`, if given.
-
-    Raises:
-        UsageError: there is none, it was altered, or `model` is another one.
-    """
+    """{name: tensor} of the model that a run exported; also loads them into `model`, if given. Raises UsageError if
+    there is none, it was altered, or `model` is another one."""
     folder = Path(output_dir) / "model"
     try:
         if model is not None and (adapter := getattr(model, "peft_adapter", None)):

@@ -17,12 +17,8 @@ from .format import FORMAT, MANIFEST, DamagedError, digest_of_file, digest_of_js
 
 
 class Reader:
-    """A checkpoint folder from `write`.
-
-    Raises:
-        DamagedError: the manifest is missing or altered.
-        RunError: the file system cannot read it.
-    """
+    """A checkpoint folder from `write`. Raises DamagedError if the manifest is missing or altered, RunError if the file
+    system cannot read it."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -52,12 +48,9 @@ class Reader:
 
     @classmethod
     def open_verified(cls, folder: Path, group: CpuGroup) -> "Reader":
-        """Opens a checkpoint and verifies it. Each process reads its share of the files.
-
-        Raises:
-            DamagedError: in all processes, if a file was altered or is missing.
-            RunError: in all processes, if a file cannot be read, or a run has just removed the checkpoint.
-        """
+        """Opens a checkpoint and verifies it. Each process reads its share of the files. In all processes, raises
+        DamagedError if a file was altered or is missing, RunError if one cannot be read, or a run has just removed the
+        checkpoint."""
         reader = reason = failure = None
         try:
             reader = cls(folder)

@@ -114,11 +114,8 @@ def check_state(content: dict[str, Any]) -> None:
 
 def find_checkpoint(setup: Setup, identity: dict[str, Any], group: CpuGroup) -> Checkpoint:
     """Finds and verifies the checkpoint that `--resume_from_checkpoint` names; without the flag, the start at step 0.
-
-    Raises:
-        UsageError: no checkpoint at that path, a damaged one, or one of a run with another seed,
-            batch size, data, optimizer or EMA decay.
-    """
+    Raises UsageError for no checkpoint at that path, a damaged one, or one of a run with another seed, batch size,
+    data, optimizer or EMA decay."""
     plan, wanted = setup.plan, setup.plan.config.resume_from_checkpoint
     if wanted is None:
         return Checkpoint()
@@ -170,12 +167,8 @@ def _check_same_run(path: Path, content: dict[str, Any], plan: Plan, identity: d
 
 
 def newest(output_dir: Path, open_checked: Callable[[Path], Opened], group: CpuGroup) -> Opened | None:
-    """The newest complete checkpoint of a run, as `open_checked` opens it; None if there is no checkpoint.
-
-    Raises:
-        DamagedError: none is complete.
-        RunError: the file system cannot read those that may be.
-    """
+    """The newest complete checkpoint of a run, as `open_checked` opens it; None if there is no checkpoint. Raises
+    DamagedError if none is complete, RunError if the file system cannot read those that may be."""
     unread: RunError | None = None
     paths = [Path(path) for path in group.broadcast([str(path) for _, path in checkpoints(output_dir)])]
     for path in reversed(paths):

@@ -95,11 +95,8 @@ class Saver:
 
     def save(self, state: TrainState, unrecorded: RunningSums) -> None:
         """Writes `checkpoints/step_<steps taken>`. Then a thread removes the oldest beyond `--keep_checkpoints`. If a
-        save fails, it prints one line, and the run continues.
-
-        Raises:
-            UsageError: the optimizer keeps something that a checkpoint does not hold.
-        """
+        save fails, it prints one line, and the run continues. Raises UsageError if the optimizer keeps something that a
+        checkpoint does not hold."""
         self.finish()
         self._engine.numbers.check_complete()
         held, layout = self._engine.shards(), self._engine.plan.layout

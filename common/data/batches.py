@@ -28,7 +28,8 @@ MAX_BYTES_ON_DEVICE = 2**30  # larger datasets stay in the CPU's memory
 def batches(
     dataset: MapDataset, samples: Iterable[Samples], device: torch.device, config: RunConfig
 ) -> Iterator[Batch]:
-    """Fetches batches and moves them to the device.
+    """Fetches batches and moves them to the device. Raises UsageError if samples are not dicts, or cannot be combined
+    into a batch.
 
     Args:
         dataset: map-style; samples are dicts of tensors, numbers or strings. If it has `__getitems__`,
@@ -39,9 +40,6 @@ def batches(
         samples: (epoch, ids) of each batch.
         device: for the tensors of a batch; strings stay on the CPU.
         config: `--seed` and `--num_workers`, the processes that fetch ahead; with 0 this process fetches.
-
-    Raises:
-        UsageError: samples are not dicts, or cannot be combined into a batch.
     """
     if _reads_rows(dataset) and not config.num_workers:
         return _from_rows(resident(dataset, device), (ids for _, ids in samples), device)
@@ -53,7 +51,6 @@ def batches(
             batch_size=None,
             sampler=wanted,
             num_workers=config.num_workers,
-            collate_fn=_as_it_is,
             worker_init_fn=_start_worker,
             pin_memory=device.type != "cpu",
         )
@@ -160,10 +157,6 @@ def _start_worker(number: int) -> None:
 def _send_failure(queue: Any, error: Exception, message: tuple[int, Any]) -> None:
     """Sends in place of a batch why it could not be sent. The message of a worker is (number of the batch, batch)."""
     queue.put((message[0], _failure_of(error)))
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
 
 
 def _from_workers(loader: DataLoader[Any]) -> Iterator[Batch]:

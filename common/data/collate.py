@@ -76,13 +76,12 @@ def _why_no_batch(samples: list[Any], error: Exception, is_own: bool) -> str:
     return f"samples do not make a batch ({str(error).splitlines()[0]})"
 
 
-def pad_to_longest(
-    padding: Mapping[str, float] | None = None,
-    mask: str | None = "attention_mask",
-    multiple_of: int = 1,
-    side: str = "right",
-) -> "Padding":
+@dataclass(frozen=True)
+class Padding:
     """A `collate_fn` that pads the first dimension of each tensor to the longest in the batch.
+
+    It makes a batch of samples, dicts of tensors and numbers. Tensors of one name may differ in their first dimension
+    only.
 
     Args:
         padding: {name: value to pad with}; 0 for other names. For labels, -100 is what losses of torch ignore.
@@ -90,22 +89,12 @@ def pad_to_longest(
             padding. It follows the first padded tensor. None adds nothing; a sample's own tensor of this name stays.
         multiple_of: pad to a multiple of this length.
         side: where the padding stands: "right", or "left" for a model that reads the last position.
-
-    Returns:
-        A function from samples, dicts of tensors and numbers, to a batch. Tensors of one name may differ in their first
-        dimension only.
     """
-    return Padding(dict(padding or {}), mask, multiple_of, side)
 
-
-@dataclass(frozen=True)
-class Padding:
-    """A `collate_fn`, with the arguments of `pad_to_longest`."""
-
-    padding: Mapping[str, float]
-    mask: str | None
-    multiple_of: int
-    side: str
+    padding: Mapping[str, float] | None = None
+    mask: str | None = "attention_mask"
+    multiple_of: int = 1
+    side: str = "right"
 
     def __call__(self, samples: list[Any]) -> Batch:
         batch: Batch = {}
@@ -117,7 +106,7 @@ class Padding:
             if self.mask is not None and self.mask not in batch and self.mask not in samples[0]:
                 ones = [torch.ones(len(tensor), dtype=torch.int64) for tensor in column]
                 batch[self.mask] = self._pad(ones, 0)
-            batch[name] = self._pad(column, self.padding.get(name, 0))
+            batch[name] = self._pad(column, (self.padding or {}).get(name, 0))
         return batch
 
     def _pad(self, column: list[Tensor], value: float) -> Tensor:
@@ -127,3 +116,6 @@ class Padding:
             start = longest - len(tensor) if self.side == "left" else 0
             row[start : start + len(tensor)] = tensor
         return padded
+
+
+pad_to_longest = Padding

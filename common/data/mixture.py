@@ -22,16 +22,14 @@ class Mixture(Dataset):
     """The samples of several sources. As a training set of `fit`, an epoch has of each source its share.
 
     The samples of a step are a function of the seed and the step, as for any training set. Each epoch draws other
-    samples of a source that has more than its share, in another order.
+    samples of a source that has more than its share, in another order. Raises UsageError if a source is empty, its name
+    has "@" or "/", or its share of an epoch has no sample.
 
     Args:
         sources: {name: map-style dataset}
         weights: {name: of its samples, against those of the others}; None for an evaluation, which takes each sample.
         repeats: an epoch ends when each source has been taken whole, and smaller ones repeat. Else it ends when the
             first source is used up, and no sample comes twice.
-
-    Raises:
-        UsageError: a source is empty, its name has "@" or "/", or its share of an epoch has no sample.
     """
 
     def __init__(
@@ -103,11 +101,8 @@ def parts_of(*datasets: Any) -> list[Any]:
 def by_source(
     train_set: Any, eval_set: Any, forward_step: ForwardStep, sampler: Sampler | None
 ) -> tuple[ForwardStep, Sampler | None]:
-    """(forward_step, sampler): of a mixture, with the metrics of each source and the order of its epochs.
-
-    Raises:
-        UsageError: a mixture for training without weights, or one for evaluation with other names.
-    """
+    """(forward_step, sampler): of a mixture, with the metrics of each source and the order of its epochs. Raises
+    UsageError for a mixture for training without weights, or one for evaluation with other names."""
     if not isinstance(train_set, Mixture):
         return forward_step, sampler
     if not hasattr(train_set, "counts"):

@@ -104,11 +104,8 @@ def as_numbered_step(forward_step: ForwardStep) -> NumberedStep:
 def check_datasets(
     train_set: MapDataset, eval_set: MapDataset | Mapping[str, MapDataset], collate_fn: CollateFn | None
 ) -> tuple[MapDataset, dict[str, MapDataset]]:
-    """(training set, {name: evaluation set}), with the `collate_fn`. The name of a single evaluation set is "".
-
-    Raises:
-        UsageError: a set has no samples or is not map-style, so that `dataset[index]` does not work.
-    """
+    """(training set, {name: evaluation set}), with the `collate_fn`. The name of a single evaluation set is "". Raises
+    UsageError if a set has no samples or is not map-style, so that `dataset[index]` does not work."""
     eval_sets = dict(eval_set) if isinstance(eval_set, Mapping) else {"": eval_set}
     if not eval_sets:
         raise UsageError("no evaluation set", "expected a dataset, or a dict of datasets")

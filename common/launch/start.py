@@ -3,11 +3,14 @@
 import ctypes
 import logging
 import os
+import sys
 import warnings
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.nn  # before a process group exists: else its default arguments keep the group forever
@@ -27,24 +30,58 @@ from ..cpu_group import collective_timeout
 from ..environment import Environment, drop_leftovers, print_once, share_cores, why_no_gpu
 from ..errors import UsageError
 from ..layout import Layout
+from ..package import is_own
 from ..parallel.strategies import STRATEGIES, layout_of, main_strategy
 from ..plan import split_batch
 from .checks import launch_checks
 from .machines import agreement, saying_who_waits
-from .observed import ObservedAccelerator
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 TYPES_OF_ACCELERATE = {strategy.distributed_type for strategy in STRATEGIES}
 
 
+class ObservedAccelerator(Accelerator):
+    """Accelerate's own, which notes in `asked` where the recipe's code asks how many processes there are, or gathers by
+    hand: {what it asks for: the file and line of the first time}."""
+
+    def __init__(self, layout: Layout, **named: Any):
+        self.layout, self.asked = layout, dict[str, str]()
+        super().__init__(**named)
+
+    def note(self, what: str) -> None:
+        """Notes the caller of the caller, if that is code of the recipe."""
+        frame = sys._getframe(2)
+        if what not in self.asked and is_own(frame.f_code.co_filename):
+            self.asked[what] = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+    @property
+    def device(self) -> torch.device:
+        """Accelerate names cpu:0, to which torch copies what is on the CPU already."""
+        device = super().device
+        return torch.device("cpu") if device.type == "cpu" else device
+
+
+def _observed(name: str) -> Any:
+    """A property or method of Accelerate's own that notes who asks for it."""
+    own: Any = getattr(Accelerator, name)
+
+    def asked(self: ObservedAccelerator, *args: Any, **named: Any) -> Any:
+        self.note(name)
+        found = own.__get__(self)
+        return found if isinstance(own, property) else found(*args, **named)
+
+    return property(asked) if isinstance(own, property) else asked
+
+
+for _name in ("num_processes", "process_index", "is_main_process", "gather", "gather_for_metrics", "reduce"):
+    setattr(ObservedAccelerator, _name, _observed(_name))
+
+
 def start(config: RunConfig) -> ObservedAccelerator:
     """Joins the other processes, and prints in one line what runs where.
 
-    Without a GPU the same config files run as a rehearsal: gloo processes on the CPU replace the GPUs.
-
-    Raises:
-        UsageError: this machine or Accelerate cannot run the config.
-    """
+    Without a GPU the same config files run as a rehearsal: gloo processes on the CPU replace the GPUs. Raises
+    UsageError if this machine or Accelerate cannot run the config."""
     for name in ("torch.distributed", "DeepSpeed"):  # messages and warnings that a user cannot act on
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"(accelerate|deepspeed|torch)\.")

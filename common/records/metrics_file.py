@@ -13,15 +13,8 @@ from ..files import flush
 
 
 class MetricsFile:
-    """Continues the metrics.jsonl of an output_dir.
-
-    Args:
-        output_dir: the folder of the file.
-        keeps: record -> whether it stays in the file. Lines that are not records are removed.
-
-    Raises:
-        OSError: the file cannot be written; nothing has changed.
-    """
+    """Continues the metrics.jsonl of an output_dir. `keeps` says which records stay in it; lines that are no records
+    are removed. Raises OSError if the file cannot be written; then nothing has changed."""
 
     def __init__(self, output_dir: Path, keeps: Callable[[dict[str, Any]], bool]):
         self.path = output_dir / "metrics.jsonl"

@@ -47,20 +47,14 @@ class OutputDir:
 
     `previous/` goes when the run is done; `starts_over` when its run card is written.
 
-    Attributes:
-        path: the folder.
-        card: the last run card from the recorder; empty until the recorder starts.
-
-    Raises (on entering):
-        RunError: the file system cannot read the folder.
-        UsageError: the folder cannot be written, another run owns it, it holds checkpoints or a model
-            and no flag says what to do with them, or not all machines share it. An earlier run's files are
-            unchanged.
+    On entering, raises RunError if the file system cannot read the folder; UsageError if it cannot be written, another
+    run owns it, it holds checkpoints or a model and no flag says what to do with them, or not all machines share it. An
+    earlier run's files are then unchanged.
     """
 
     def __init__(self, plan: Plan, group: CpuGroup):
         self.path, self.plan, self.config, self.group = plan.config.output_dir, plan, plan.config, group
-        self.card: dict[str, Any] = {}
+        self.card: dict[str, Any] = {}  # the last one from the recorder
         self._was_marked = False  # by an earlier run that was interrupted
 
     def __enter__(self) -> Self:

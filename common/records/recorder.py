@@ -23,34 +23,23 @@ from ..files import for_json
 from ..plan import Plan
 from ..state import TrainState
 from ..step.engine import Engine, StepResult
-from .hardware import hardware, peak_flops
 from .metrics_file import MetricsFile
 from .output_dir import OutputDir, checkpoints
-from .run_card import attempts, git_commit, git_diff, launch_command, read_card
+from .run_card import attempts, git_commit, git_diff, hardware, launch_command, peak_flops, read_card
 from .running_sums import TOTAL_WEIGHT, RunningSums
 
 
 class Recorder:
-    """Adds up the results of steps; writes and prints records.
+    """Adds up the results of steps; writes and prints records, and the run card.
 
-    Between records nothing is read from the device. The main process writes the records and the run card.
-
-    Args:
-        engine: of the run.
-        output_dir: the run's output folder, already entered.
-        state: the run's state.
-        facts: more entries of the run card; they may change until the run is done.
-
-    Attributes:
-        unrecorded: the steps since the last training record.
-
-    Raises (on entering):
-        UsageError: a tracker does not start, or records cannot be written.
-    """
+    Between records nothing is read from the device. The main process writes, after the output folder has been entered.
+    `facts` are more entries of the card, which may change until the run is done. On entering, raises UsageError if a
+    tracker does not start, or records cannot be written."""
 
     def __init__(self, engine: Engine, output_dir: OutputDir, state: TrainState, facts: dict[str, Any]):
         self.engine, self.accelerator, self.plan = engine, engine.accelerator, engine.plan
-        self.state, self.unrecorded, options = state, RunningSums(), engine.setup.options
+        self.state, options = state, engine.setup.options
+        self.unrecorded = RunningSums()  # the steps since the last training record
         self.tokens_per_sample = options.get("tokens_per_sample")
         self.flops_per_sample = options.get("flops_per_sample")
         device = self.accelerator.device
@@ -239,20 +228,19 @@ class Recorder:
 
     def _card(self, exit_code: int | None) -> dict[str, Any]:
         """The run card: status done with an exit code, running without one."""
-        status = {"status": "running" if exit_code is None else "done", "exit_code": exit_code, "error": None}
-        return (
-            status
-            | self._facts
-            | self.facts
-            | {
-                # The most that tensors of this process held at one time.
-                "peak_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3) if self._gpu else None,
-                "skipped_steps": self.state.num_skipped,
-                "lost_records": self._num_lost,
-                "last_metrics": self.last_metrics,
-                "wall_seconds": round(self._wall_seconds, 2),
-            }
-        )
+        return {
+            "status": "running" if exit_code is None else "done",
+            "exit_code": exit_code,
+            "error": None,
+            **self._facts,
+            **self.facts,
+            # The most that tensors of this process held at one time.
+            "peak_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3) if self._gpu else None,
+            "skipped_steps": self.state.num_skipped,
+            "lost_records": self._num_lost,
+            "last_metrics": self.last_metrics,
+            "wall_seconds": round(self._wall_seconds, 2),
+        }
 
 
 def _short(value: float) -> str:

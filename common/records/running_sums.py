@@ -33,17 +33,11 @@ class RunningSums:
         self.metrics += result.metrics
 
     def sums(self, engine: Engine, step: int) -> dict[str, float]:
-        """{metric: its sum over the samples of all processes}, with that of their weights. A collective.
+        """{metric: its sum over the samples of all processes}, with that of their weights, after so many steps of this
+        engine. A collective.
 
-        In float64 a sum of float32 numbers is mostly exact: it does not depend on how the samples were divided.
-
-        Args:
-            engine: that took the steps.
-            step: number of optimizer steps taken.
-
-        Raises:
-            DriftError: processes that hold the same weights no longer agree.
-        """
+        In float64 a sum of float32 numbers is mostly exact: it does not depend on how the samples were divided. Raises
+        DriftError if processes that hold the same weights no longer agree."""
         accelerator, layout, device = engine.accelerator, engine.plan.layout, engine.accelerator.device
         own = {TOTAL_WEIGHT: _total(self.weights, device), "loss": _total(self.losses, device)}
         for name in dict.fromkeys(name for values in self.metrics for name in values):

@@ -32,11 +32,8 @@ def received_signal() -> str | None:
 def catch(at_once: Callable[[str], object] | None = None) -> None:
     """Records SIGTERM, SIGINT and SIGUSR1, instead of letting them end this process.
 
-    A second SIGINT still ends the process at once, also if torchrun turned it into SIGTERM. On Linux, the end of
-    the launcher counts as SIGTERM.
-
-    Args:
-        at_once: called in a thread with the name of each signal, until the next call of `catch`.
+    A second SIGINT still ends the process at once, also if torchrun turned it into SIGTERM. On Linux, the end of the
+    launcher counts as SIGTERM. A thread calls `at_once` with the name of each signal, until the next call of `catch`.
     """
     global _at_once
     _at_once = at_once

@@ -25,13 +25,10 @@ MAX_SKIPS_IN_ROW = 40  # by then a loss scale of 2^16 has fallen to 2^-24
 class Watch:
     """Makes all processes agree, after each step, on whether to continue.
 
-    An all-reduce counts the processes with a stop request and the processes with a non-finite number.
-    The counts are read one step late, so that no step waits for them; of several GPUs two steps late, because
-    the numbers of a step arrive on the CPU a step later. A norm of the gradient that is on the CPU is read at once.
-
-    Attributes:
-        stop_requested: whether a process received a signal; the same in all processes.
-        progress, save: those of the watchdog.
+    An all-reduce counts the processes with a stop request and the processes with a non-finite number. The counts are
+    read one step late, so that no step waits for them; of several GPUs two steps late, because the numbers of a step
+    arrive on the CPU a step later. A norm of the gradient that is on the CPU is read at once. `stop_requested`, whether
+    a process received a signal, is the same in all processes.
     """
 
     def __init__(self, accelerator: Accelerator, plan: Plan, group: CpuGroup):
@@ -62,13 +59,9 @@ class Watch:
             raise ending from None
 
     def after_step(self, step: int, result: StepResult) -> None:
-        """Checks the numbers of optimizer step `step`, counted from 1, and polls for a stop request.
-
-        Raises:
-            NonFiniteError: a loss or gradient norm of this step, or of the one or two before it, is not
-                finite in any process. The current step is checked at once if it is
-                recorded, evaluated or saved.
-        """
+        """Checks the numbers of optimizer step `step`, counted from 1, and polls for a stop request. Raises
+        NonFiniteError if a loss or gradient norm of this step, or of the one or two before it, is not finite in any
+        process; the current step is checked at once if it is recorded, evaluated or saved."""
         self._results = {number: kept for number, kept in self._results.items() if number >= step - self._delay}
         self._results[step] = result
         self._skips_in_row = self._skips_in_row + 1 if result.skipped else 0
@@ -85,11 +78,8 @@ class Watch:
             self.settle()
 
     def poll(self) -> bool:
-        """Polls for a stop request during long work outside steps, such as evaluation. Collective.
-
-        Returns:
-            Whether an earlier poll found a request: each answer is read one or two polls late.
-        """
+        """Polls for a stop request during long work outside steps, such as evaluation. Returns whether an earlier poll
+        found one: each answer is read one or two polls late. Collective."""
         self._start_poll()
         return self.stop_requested
 

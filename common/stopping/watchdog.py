@@ -33,12 +33,7 @@ class Watchdog:
     After `timeout` seconds it is a hang: the message names the process that does not answer or is furthest behind.
     After 5 seconds this process ends if another one has failed. Else the main thread of a process that waits on a GPU
     would wait for the launcher's SIGKILL, 30 seconds or more: it raises no error and cannot act on a signal. A process
-    of another machine is known to have failed if it could still say so in torchrun's store.
-
-    Args:
-        group: of all processes.
-        output_dir: of the run.
-        timeout: in seconds; 0 for none.
+    of another machine is known to have failed if it could still say so in torchrun's store. A timeout of 0 is none.
     """
 
     _numbers = itertools.count()  # of the runs in this process, the same in all processes: keys stay in the store

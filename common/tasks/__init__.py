@@ -5,17 +5,17 @@ import warnings
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 MOVED = {  # {old name: new one}; a name stays for one release
     "cache": "streams",
-    "image_decoding": "reading.image_decoding",
+    "embedded": "reading.sources",
     "image_folders": "reading.labelled_images",
-    "labelled_images": "reading.labelled_images",
-    "rows": "reading.rows",
-    "sources": "reading.sources",
-    "text_files": "reading.text_files",
+    "image_format": "vision.images",
+    "known_classes": "reading.labelled",
+    **{file.stem: f"{file.parent.name}.{file.stem}" for file in sorted(Path(__file__).parent.glob("*/[!_]*.py"))},
 }
 
 

@@ -54,15 +54,8 @@ def cache_folder(*facts: object) -> Path:
 
 
 def write_once(folder: Path, title: str, write: Callable[[Path], None]) -> None:
-    """Calls `write` with an empty folder, in the first process of each machine, unless an earlier run did.
-
-    The folder gets its name when it is complete. Work that was killed starts again.
-
-    Args:
-        folder: for the result.
-        title: a line to print before the work.
-        write: writes files into a folder.
-    """
+    """Prints a title and calls `write` with an empty folder, in the first process of each machine, unless an earlier
+    run did. The folder gets its name when it is complete. Work that was killed starts again."""
     with first_process_first():
         if folder.exists():
             return
@@ -85,23 +78,17 @@ def progress_bar(total: int | None, unit: str) -> tqdm:
 
 
 def convert_stream(stream: Iterable[dict[str, Any]], folder: str | Path, max_samples: int | None = None) -> Any:
-    """Writes a stream to an Arrow file, once, and returns it as a map-style data set for `fit`.
+    """Writes a stream to an Arrow file, once, and returns it as a map-style data set for `fit`: a `datasets.Dataset`,
+    memory-mapped, whose samples are dicts of strings and tensors: float32 or int64, uint8 for images.
 
     Memory holds some megabytes at a time. The first process of each machine writes. A conversion that was killed starts
-    again.
+    again. Raises UsageError if the stream is empty, or its samples do not make one table.
 
     Args:
         stream: gives dicts of numbers, strings, lists, tensors or images: an `IterableDataset` of `datasets` or of
             torch, or any other iterable.
         folder: for the files of this stream alone. Another stream needs another folder.
         max_samples: convert so many samples, into a file of their own; None for all.
-
-    Returns:
-        A `datasets.Dataset`, memory-mapped. Its samples are dicts of strings and tensors: float32 or int64, uint8 for
-        images.
-
-    Raises:
-        UsageError: the stream is empty, or its samples do not make one table.
     """
     import datasets  # not at the top: the import takes seconds
 

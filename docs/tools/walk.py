@@ -53,7 +53,7 @@ def walked() -> list[Stop]:
     from accelerate_recipes.common import loop
     from accelerate_recipes.common.config import RunConfig
     from accelerate_recipes.common.launch.start import start
-    from accelerate_recipes.common.tasks.images import ImageDataset
+    from accelerate_recipes.common.tasks.vision.images import ImageDataset
 
     found: dict[CodeType, FunctionType | None] = {}
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from accelerate_recipes import RunConfig, fit, flag, load_exported, run, start
 from accelerate_recipes.common.data import Batch, ForwardStep
-from accelerate_recipes.common.tasks.images import load_images
+from accelerate_recipes.common.tasks.vision.images import load_images
 
 
 @dataclass(kw_only=True)

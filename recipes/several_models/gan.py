@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from accelerate_recipes import RunConfig, fit, flag, run, start
 from accelerate_recipes.common.data import Batch
-from accelerate_recipes.common.tasks.images import ImageDataset, load_images
+from accelerate_recipes.common.tasks.vision.images import ImageDataset, load_images
 
 NOISE = 16
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from accelerate_recipes.common.environment import versions
-from accelerate_recipes.common.records.hardware import hardware
+from accelerate_recipes.common.records.run_card import hardware
 
 # Runs the tests on the CPU instead, to find mistakes in the tests on a machine without a GPU.
 REHEARSES = os.environ.get("ACCELERATE_RECIPES_REHEARSE_GPU_TESTS") == "1"

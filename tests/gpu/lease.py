@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from accelerate_recipes.common.check.tolerances import FLOAT32
-from accelerate_recipes.common.records.hardware import hardware
+from accelerate_recipes.common.records.run_card import hardware
 from accelerate_recipes.verify.certificate import Row
 from accelerate_recipes.verify.compare import compare
 from support.launching import ACCELERATE_LAUNCH, CONFIGS, execute, fork

@@ -69,7 +69,7 @@ def _decoder(kind: str, config: str, **settings: Any) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
         import transformers
 
-        from accelerate_recipes.common.tasks.tokenization import byte_tokenizer
+        from accelerate_recipes.common.tasks.models.tokenization import byte_tokenizer
 
         shape = getattr(transformers, config)(bos_token_id=None, eos_token_id=None, **settings)
         _write(folder, kind, shape, byte_tokenizer())
@@ -87,7 +87,7 @@ def _llama(**settings: Any) -> Callable[[Path], None]:
 def _bert(folder: Path) -> None:
     from transformers import BertConfig
 
-    from accelerate_recipes.common.tasks.encoder import word_tokenizer
+    from accelerate_recipes.common.tasks.models.encoder import word_tokenizer
 
     config = BertConfig(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     _write(folder, "BertModel", config, word_tokenizer([" ".join(2 * WORDS)], 4096))

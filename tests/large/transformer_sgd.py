@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 
 from accelerate_recipes import fit, run, start
-from accelerate_recipes.common.tasks.causal_lm import with_losses
-from accelerate_recipes.common.tasks.text import load_tokens
+from accelerate_recipes.common.tasks.models.causal_lm import with_losses
+from accelerate_recipes.common.tasks.nlp.text import load_tokens
 
 sys.path.append(str(Path(__file__).parents[2] / "recipes"))
 from transformer import Config, build, forward_step

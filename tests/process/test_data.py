@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from accelerate_recipes.common.tasks.images import load_images
+from accelerate_recipes.common.tasks.vision.images import load_images
 from support.launching import ACCELERATE_LAUNCH, CONFIGS, environment, execute, fork
 from support.recipes import MNIST
 from support.runs import ROOT

@@ -11,7 +11,7 @@ import numpy
 import pytest
 from PIL import Image
 
-from accelerate_recipes.common.tasks.images import load_images
+from accelerate_recipes.common.tasks.vision.images import load_images
 from support.launching import fork
 from support.recipes import FINETUNE, LINEAR, MNIST
 from support.runs import ROOT

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from accelerate_recipes.common.tasks.images import load_images
+from accelerate_recipes.common.tasks.vision.images import load_images
 from support.launching import fork
 from support.recipes import DIFFUSION
 from support.runs import ROOT, TOLERANCE, Run, refused

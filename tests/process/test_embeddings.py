@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from accelerate_recipes.common.tasks.pairs import HELD_OUT
 from accelerate_recipes.common.tasks.reading.sources import hold_out
 from support.launching import fork
 from support.recipes import RECIPES
@@ -121,7 +120,7 @@ def test_the_export_in_sentence_transformers(tmp_path: Path, flags: str) -> None
     assert model.prompts["query"] == "where is " and model.prompts["document"] == "over " and model.max_seq_length == 16
     rows = [line.split(",") for line in (tmp_path / "rows.csv").read_text().splitlines()[1:]]
     found = [json.loads(line) for line in (run.output_dir / "predictions.jsonl").read_text().splitlines()]
-    _, held_out = hold_out(len(rows), HELD_OUT)
+    _, held_out = hold_out(len(rows))
     for values, (question, answer, negative, *_) in zip(
         found, [rows[at] for at in held_out.sort().values], strict=True
     ):

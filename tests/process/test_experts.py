@@ -9,7 +9,7 @@ import transformers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from accelerate_recipes.common.tasks.tokenization import byte_tokenizer
+from accelerate_recipes.common.tasks.models.tokenization import byte_tokenizer
 from support.launching import fork
 from support.recipes import FINETUNE, RECIPES, TRANSFORMER
 from support.runs import Run, assert_same_result, refused

@@ -150,7 +150,7 @@ def write_chat_model(folder: Path) -> None:
     transformers reads these settings, but would not write them."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from accelerate_recipes.common.tasks.tokenization import byte_tokenizer
+    from accelerate_recipes.common.tasks.models.tokenization import byte_tokenizer
 
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"})

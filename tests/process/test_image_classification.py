@@ -12,9 +12,9 @@ import pytest
 import torch
 from PIL import Image
 
-from accelerate_recipes.common.tasks.augmentation import AugmentationFlags
-from accelerate_recipes.common.tasks.cropped_images import CroppedImages, Preprocessing, load_labelled_images
-from accelerate_recipes.common.tasks.labelled import Labelled
+from accelerate_recipes.common.tasks.reading.labelled import Labelled
+from accelerate_recipes.common.tasks.vision.augmentation import AugmentationFlags
+from accelerate_recipes.common.tasks.vision.cropped_images import CroppedImages, Preprocessing, load_labelled_images
 from support.launching import fork
 from support.recipes import RECIPES
 from support.runs import refused

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerate_recipes.common.tasks.text import MAX_BYTES_IN_MEMORY
+from accelerate_recipes.common.tasks.nlp.text import MAX_BYTES_IN_MEMORY
 from support.launching import environment, fork
 from support.recipes import TRANSFORMER
 from support.runs import ROOT, assert_equal_to_the_last_bit, assert_same_result, refused

@@ -9,8 +9,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from accelerate_recipes.common.seeds import EVALUATION, seed_sample
-from accelerate_recipes.common.tasks.causal_lm import IGNORED
-from accelerate_recipes.common.tasks.text import load_tokens
+from accelerate_recipes.common.tasks.models.causal_lm import IGNORED
+from accelerate_recipes.common.tasks.nlp.text import load_tokens
 from recipes.masked_lm import MaskedBlocks
 from support import peers
 from support.launching import fork

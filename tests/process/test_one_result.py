@@ -230,7 +230,7 @@ def test_clipping_is_by_the_norm_of_the_whole_model(tmp_path: Path, reference: C
 def test_exported_model_loads_into_the_recipe_s_module(reference: Callable[..., Run]) -> None:
     import runpy
 
-    from accelerate_recipes.common.tasks.images import load_images
+    from accelerate_recipes.common.tasks.vision.images import load_images
 
     recipe = runpy.run_path(str(ROOT / MNIST))
     run = reference(*RECIPES["mnist cnn"])

@@ -107,7 +107,7 @@ def test_process_reads_its_part_of_the_weights(tmp_path: Path, config: str, num_
     """Besides, it needs no more than one whole tensor of the model."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from accelerate_recipes.common.tasks.tokenization import byte_tokenizer
+    from accelerate_recipes.common.tasks.models.tokenization import byte_tokenizer
 
     for name, hidden_size, vocab_size in (("model_small", 16, 256), ("model", 512, 16000)):
         shape = LlamaConfig(

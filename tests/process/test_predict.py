@@ -8,8 +8,7 @@ import pytest
 from PIL import Image
 
 from accelerate_recipes import load_exported
-from accelerate_recipes.common.tasks.image_format import ImageFormat, read_image
-from accelerate_recipes.common.tasks.images import load_images
+from accelerate_recipes.common.tasks.vision.images import ImageFormat, load_images, read_image
 from support.launching import fork
 from support.recipes import MNIST
 from support.runs import ROOT, refused

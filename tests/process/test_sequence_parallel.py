@@ -55,7 +55,7 @@ def test_resumed_run_goes_on_as_the_undisturbed_one(tmp_path: Path) -> None:
 
 def write(folder: Path, model: Any) -> str:
     """Flags for a model with the tokens of bytes, which this writes into the folder."""
-    from accelerate_recipes.common.tasks.tokenization import byte_tokenizer
+    from accelerate_recipes.common.tasks.models.tokenization import byte_tokenizer
 
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, pipeline
 
-from accelerate_recipes.common.tasks.text import IGNORED, load_tokens
+from accelerate_recipes.common.tasks.nlp.text import IGNORED, load_tokens
 from support.launching import fork
 from support.recipes import TRANSFORMER
 from support.runs import ROOT

@@ -145,7 +145,7 @@ def test_a_measure_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     from accelerate_recipes import UsageError
-    from accelerate_recipes.common.tasks.translations import make_measure
+    from accelerate_recipes.common.tasks.nlp.translations import make_measure
 
     for measure, package in (("bleu", "sacrebleu"), ("rouge", "rouge_score")):
         monkeypatch.setitem(sys.modules, package, None)

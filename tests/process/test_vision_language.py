@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
-from accelerate_recipes.common.tasks.vision_chats import shapes
+from accelerate_recipes.common.tasks.chat.vision_chats import shapes
 from support.launching import fork
 from support.recipes import FLAGS, LATEST, RECIPES, VISION_LANGUAGE
 from support.runs import TOLERANCE, Run, assert_same_result, largest_difference, refused

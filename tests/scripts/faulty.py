@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from accelerate_recipes import RunConfig, fit, flag, run, start
 from accelerate_recipes.common.data.sets import Batch
-from accelerate_recipes.common.tasks.causal_lm import with_losses
+from accelerate_recipes.common.tasks.models.causal_lm import with_losses
 from accelerate_recipes.common.weights.shards import local
 
 IS_WRONG = os.environ.get("RANK") == "1"  # the main process takes the steps of one process

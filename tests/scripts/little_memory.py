@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from accelerate_recipes import run
-from accelerate_recipes.common.tasks import images
+from accelerate_recipes.common.tasks.vision import images
 
 recipe = runpy.run_path(str(Path(__file__).parents[2] / "recipes" / "mnist.py"))
 

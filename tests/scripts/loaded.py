@@ -13,8 +13,8 @@ from transformers import LlamaForCausalLM  # noqa: F401  # so does this one
 
 from accelerate_recipes import RunConfig, fit, parameter_groups, run, start
 from accelerate_recipes.common.data import Batch
-from accelerate_recipes.common.tasks.causal_lm import load_pretrained, with_losses
-from accelerate_recipes.common.tasks.text import TokenDataset
+from accelerate_recipes.common.tasks.models.causal_lm import load_pretrained, with_losses
+from accelerate_recipes.common.tasks.nlp.text import TokenDataset
 
 
 @dataclass(kw_only=True)

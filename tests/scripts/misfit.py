@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset
 
 from accelerate_recipes import RunConfig, UsageError, fit, flag, run, start
 from accelerate_recipes.common.data import Batch
-from accelerate_recipes.common.tasks.images import ImageDataset
+from accelerate_recipes.common.tasks.vision.images import ImageDataset
 
 CASES = (
     "none",

@@ -21,7 +21,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm
 
 from accelerate_recipes import RunConfig, fit, flag, run, start
 from accelerate_recipes.common.data import Batch, pad_to_longest
-from accelerate_recipes.common.tasks.causal_lm import IGNORED, checkpoint_activations, with_losses
+from accelerate_recipes.common.tasks.models.causal_lm import IGNORED, checkpoint_activations, with_losses
 from accelerate_recipes.plan.tracker import COLLECTIVES
 
 VOCABULARY, LONGEST, SHORTEST = 32, 9, 3

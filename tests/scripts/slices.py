@@ -17,7 +17,7 @@ from torch import nn
 from accelerate_recipes import RunConfig, UsageError, run, start
 from accelerate_recipes.common.parallel.grid import Grid
 from accelerate_recipes.common.parallel.sequence import SequenceGroup, divider_of
-from accelerate_recipes.common.tasks.causal_lm import IGNORED, checkpoint_activations, with_losses
+from accelerate_recipes.common.tasks.models.causal_lm import IGNORED, checkpoint_activations, with_losses
 
 VOCABULARY, CONTEXT = 64, 24
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

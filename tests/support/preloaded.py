@@ -11,16 +11,16 @@ MODULES = """
     accelerate.utils.deepspeed
     accelerate_recipes.common.loop
     accelerate_recipes.common.run
-    accelerate_recipes.common.tasks.images
-    accelerate_recipes.common.tasks.chat_models
-    accelerate_recipes.common.tasks.labelled_texts
-    accelerate_recipes.common.tasks.tables
-    accelerate_recipes.common.tasks.text
-    accelerate_recipes.common.tasks.causal_lm
-    accelerate_recipes.common.tasks.encoder
-    accelerate_recipes.common.tasks.preferences
-    accelerate_recipes.common.tasks.similarity
-    accelerate_recipes.common.tasks.vision_chats
+    accelerate_recipes.common.tasks.vision.images
+    accelerate_recipes.common.tasks.chat.chat_models
+    accelerate_recipes.common.tasks.nlp.labelled_texts
+    accelerate_recipes.common.tasks.reading.tables
+    accelerate_recipes.common.tasks.nlp.text
+    accelerate_recipes.common.tasks.models.causal_lm
+    accelerate_recipes.common.tasks.models.encoder
+    accelerate_recipes.common.tasks.chat.preferences
+    accelerate_recipes.common.tasks.metrics.similarity
+    accelerate_recipes.common.tasks.chat.vision_chats
     datasets
     deepspeed.launcher.runner
     deepspeed.ops.adam

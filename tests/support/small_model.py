@@ -32,7 +32,7 @@ def write_encoder(folder: Path) -> None:
     import torch
     from transformers import BertConfig, BertModel
 
-    from accelerate_recipes.common.tasks.encoder import word_tokenizer
+    from accelerate_recipes.common.tasks.models.encoder import word_tokenizer
 
     torch.manual_seed(0)
     shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -46,7 +46,7 @@ def write_bert(folder: Path, kind: str, texts: list[str], **options: Any) -> tup
     import torch
     import transformers as hf
 
-    from accelerate_recipes.common.tasks.encoder import word_tokenizer
+    from accelerate_recipes.common.tasks.models.encoder import word_tokenizer
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -64,7 +64,7 @@ def write_encoder_decoder(folder: Path, kind: str) -> tuple[Any, Any]:
     import transformers as hf
     from tokenizers.processors import TemplateProcessing
 
-    from accelerate_recipes.common.tasks.encoder import word_tokenizer
+    from accelerate_recipes.common.tasks.models.encoder import word_tokenizer
 
     tokenizer = word_tokenizer(["turn around : red blue green small large round flat old"] * 2, 32)
     tokenizer.add_special_tokens({"eos_token": "</s>", "bos_token": "<s>"})
@@ -91,7 +91,7 @@ def write_gpt2(folder: Path) -> None:
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from accelerate_recipes.common.tasks.tokenization import byte_tokenizer
+    from accelerate_recipes.common.tasks.models.tokenization import byte_tokenizer
 
     torch.manual_seed(0)
     tokenizer = byte_tokenizer()
@@ -110,7 +110,7 @@ def write_embedder(folder: Path, words: list[str], pooling: dict, kinds: str = "
     import torch
     from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel
 
-    from accelerate_recipes.common.tasks.encoder import word_tokenizer
+    from accelerate_recipes.common.tasks.models.encoder import word_tokenizer
 
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}

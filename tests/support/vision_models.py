@@ -17,8 +17,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 from transformers.processing_utils import ProcessorMixin
 
-from accelerate_recipes.common.tasks.tokenization import byte_tokenizer
-from accelerate_recipes.common.tasks.vision_chats import shapes
+from accelerate_recipes.common.tasks.chat.vision_chats import shapes
+from accelerate_recipes.common.tasks.models.tokenization import byte_tokenizer
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' }}"

@@ -9,18 +9,18 @@ from PIL import Image
 from torch.nn import functional as F
 
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.common.tasks.augmentation import (
+from accelerate_recipes.common.tasks.metrics.class_metrics import Confusion, average_precision, weights_of_classes
+from accelerate_recipes.common.tasks.reading.labelled import Labelled
+from accelerate_recipes.common.tasks.reading.labelled_images import load_image_splits
+from accelerate_recipes.common.tasks.vision.augmentation import (
     AugmentationFlags,
     erase,
     loss_of_mixture,
     mix,
     normalise,
 )
-from accelerate_recipes.common.tasks.class_metrics import Confusion, average_precision, weights_of_classes
-from accelerate_recipes.common.tasks.cropped_images import CroppedImages, Preprocessing
-from accelerate_recipes.common.tasks.images import load_images
-from accelerate_recipes.common.tasks.labelled import Labelled
-from accelerate_recipes.common.tasks.reading.labelled_images import load_image_splits
+from accelerate_recipes.common.tasks.vision.cropped_images import CroppedImages, Preprocessing
+from accelerate_recipes.common.tasks.vision.images import load_images
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 

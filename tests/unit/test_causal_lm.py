@@ -27,10 +27,10 @@ from transformers import (
 )
 
 from accelerate_recipes.common.data import pad_to_longest
-from accelerate_recipes.common.tasks import causal_lm
-from accelerate_recipes.common.tasks.causal_lm import IGNORED, with_losses
-from accelerate_recipes.common.tasks.routers import router_loss
-from accelerate_recipes.common.tasks.tokenization import byte_tokenizer
+from accelerate_recipes.common.tasks.models import causal_lm
+from accelerate_recipes.common.tasks.models.causal_lm import IGNORED, with_losses
+from accelerate_recipes.common.tasks.models.routers import router_loss
+from accelerate_recipes.common.tasks.models.tokenization import byte_tokenizer
 from accelerate_recipes.common.weights.on_disk import materialize, on_disk
 
 SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}

@@ -15,19 +15,12 @@ from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCau
 
 from accelerate_recipes.common.data import pad_to_longest
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.common.tasks.causal_lm import _of_labels, with_losses
-from accelerate_recipes.common.tasks.chat_models import small_chat_model, with_chat_template
-from accelerate_recipes.common.tasks.chats import (
-    ChatDataset,
-    Chats,
-    by_rules,
-    encode,
-    load_chats,
-    pack,
-)
-from accelerate_recipes.common.tasks.conversations import Conversation
-from accelerate_recipes.common.tasks.text import IGNORED
-from accelerate_recipes.common.tasks.tokenization import byte_tokenizer
+from accelerate_recipes.common.tasks.chat.chat_models import small_chat_model, with_chat_template
+from accelerate_recipes.common.tasks.chat.chats import ChatDataset, Chats, by_rules, encode, load_chats, pack
+from accelerate_recipes.common.tasks.chat.conversations import Conversation
+from accelerate_recipes.common.tasks.models.causal_lm import _of_labels, with_losses
+from accelerate_recipes.common.tasks.models.tokenization import byte_tokenizer
+from accelerate_recipes.common.tasks.nlp.text import IGNORED
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256}
 QUESTION, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}

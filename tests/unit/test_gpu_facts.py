@@ -10,7 +10,7 @@ from accelerate_recipes.common.data.batches import _send
 from accelerate_recipes.common.layout import Layout
 from accelerate_recipes.common.parallel.fsdp2 import mixed_precision_policy
 from accelerate_recipes.common.plan import Plan
-from accelerate_recipes.common.records.hardware import peak_flops
+from accelerate_recipes.common.records.run_card import peak_flops
 from accelerate_recipes.common.stopping.watch import advice_for
 
 

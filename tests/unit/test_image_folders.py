@@ -11,11 +11,11 @@ import pytest
 from PIL import Image
 
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.common.tasks.cropped_images import load_labelled_images
-from accelerate_recipes.common.tasks.images import load_images
-from accelerate_recipes.common.tasks.labelled import Labelled
-from accelerate_recipes.common.tasks.mixture import weights_of
+from accelerate_recipes.common.tasks.reading.labelled import Labelled
 from accelerate_recipes.common.tasks.reading.labelled_images import load_image_splits
+from accelerate_recipes.common.tasks.reading.mixture import weights_of
+from accelerate_recipes.common.tasks.vision.cropped_images import load_labelled_images
+from accelerate_recipes.common.tasks.vision.images import load_images
 
 Out = pytest.CaptureFixture[str]
 

@@ -11,8 +11,7 @@ import torch
 from PIL import Image
 
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.common.tasks.image_format import ImageFormat, read_image
-from accelerate_recipes.common.tasks.images import ImageDataset, load_images
+from accelerate_recipes.common.tasks.vision.images import ImageDataset, ImageFormat, load_images, read_image
 
 
 def images(value: int, shape: tuple[int, int, int] = (1, 12, 10)) -> ImageDataset:

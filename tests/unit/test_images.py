@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.common.tasks.images import load_images
 from accelerate_recipes.common.tasks.reading.labelled_images import load_image_splits
+from accelerate_recipes.common.tasks.vision.images import load_images
 from support.small_mnist import write_idx, write_mnist
 
 

@@ -11,7 +11,7 @@ from accelerate_recipes.common.data.batches import batches
 from accelerate_recipes.common.data.sets import Batch
 from accelerate_recipes.common.parallel.ddp import _let_ddp_send_state_alone
 from accelerate_recipes.common.step.optimizer import choose_fused_kernels
-from accelerate_recipes.common.tasks.images import ImageDataset
+from accelerate_recipes.common.tasks.vision.images import ImageDataset
 
 SIZES = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 8}
 

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification
 
 from accelerate_recipes.common.data.facts import count_by_class
-from accelerate_recipes.common.tasks.known_classes import classes_of_model, names_of, with_classes
-from accelerate_recipes.common.tasks.pretrained import load
+from accelerate_recipes.common.tasks.models.pretrained import load
+from accelerate_recipes.common.tasks.reading.labelled import classes_of_model, names_of, with_classes
 
 Out = pytest.CaptureFixture[str]
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}

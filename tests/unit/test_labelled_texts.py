@@ -10,9 +10,9 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification
 
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.common.tasks.encoder import always_mask, freeze_key_biases, load_encoder, word_tokenizer
-from accelerate_recipes.common.tasks.labelled import Labelled, balanced_weights
-from accelerate_recipes.common.tasks.labelled_texts import EncodedTexts, load_labelled_texts
+from accelerate_recipes.common.tasks.models.encoder import always_mask, freeze_key_biases, load_encoder, word_tokenizer
+from accelerate_recipes.common.tasks.nlp.labelled_texts import EncodedTexts, load_labelled_texts
+from accelerate_recipes.common.tasks.reading.labelled import Labelled, balanced_weights
 from support.small_model import write_encoder, write_model
 
 NAMES = {"id2label": {0: "bad", 1: "good"}, "label2id": {"bad": 0, "good": 1}}

@@ -12,9 +12,9 @@ import torch
 from datasets import Dataset
 
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.common.tasks import text
-from accelerate_recipes.common.tasks.text import TokenDataset, load_tokens
-from accelerate_recipes.common.tasks.tokenization import byte_tokenizer
+from accelerate_recipes.common.tasks.models.tokenization import byte_tokenizer
+from accelerate_recipes.common.tasks.nlp import text
+from accelerate_recipes.common.tasks.nlp.text import TokenDataset, load_tokens
 from support.small_model import write_model
 
 AWKWARD = "naïve 日本\r\nline\rtab\t\n\n" * 40 + "é" * 300 + "\n"

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.common.tasks.causal_lm import with_losses
-from accelerate_recipes.common.tasks.chat_models import ChatFlags, load_chat_model, small_chat_model
-from accelerate_recipes.common.tasks.lora import LoraFlags, base_of, with_adapters
+from accelerate_recipes.common.tasks.chat.chat_models import ChatFlags, load_chat_model, small_chat_model
+from accelerate_recipes.common.tasks.models.causal_lm import with_losses
+from accelerate_recipes.common.tasks.models.lora import LoraFlags, base_of, with_adapters
 
 TOKENS = torch.arange(3, 40).unsqueeze(0)
 

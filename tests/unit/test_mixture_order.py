@@ -11,7 +11,7 @@ from accelerate_recipes.common.data.mixture import SOURCE, Mixture, by_source, o
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.layout import Layout
 from accelerate_recipes.common.plan import Plan
-from accelerate_recipes.common.tasks.mixture import Sources, weights_of
+from accelerate_recipes.common.tasks.reading.mixture import Sources, weights_of
 
 SIZES = {"a": 300, "b": 100, "c": 11}
 SETS = {name: [{"value": number} for number in range(size)] for name, size in SIZES.items()}

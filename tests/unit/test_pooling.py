@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.common.tasks.pooling import Pooling, read_pooling
-from accelerate_recipes.common.tasks.pretrained import export_of
-from accelerate_recipes.common.tasks.tokenization import byte_tokenizer
+from accelerate_recipes.common.tasks.models.pooling import Pooling, read_pooling
+from accelerate_recipes.common.tasks.models.pretrained import export_of
+from accelerate_recipes.common.tasks.models.tokenization import byte_tokenizer
 from support.small_model import write_embedder
 
 NO_PROMPTS = {"query": None, "document": None}

@@ -25,10 +25,9 @@ from accelerate_recipes.common.data.mixture import Mixture
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.layout import Layout
 from accelerate_recipes.common.plan import Plan, _generator
-from accelerate_recipes.common.tasks.causal_lm import IGNORED, with_losses
-from accelerate_recipes.common.tasks.chat_models import small_chat_model, without_dropout
-from accelerate_recipes.common.tasks.chats import Chats, encode
-from accelerate_recipes.common.tasks.preferences import (
+from accelerate_recipes.common.tasks.chat.chat_models import small_chat_model, without_dropout
+from accelerate_recipes.common.tasks.chat.chats import Chats, encode
+from accelerate_recipes.common.tasks.chat.preferences import (
     PairDataset,
     drawn_pairs,
     load_pairs,
@@ -37,7 +36,8 @@ from accelerate_recipes.common.tasks.preferences import (
     split_pair,
     weights_of_losses,
 )
-from accelerate_recipes.common.tasks.tokenization import byte_tokenizer
+from accelerate_recipes.common.tasks.models.causal_lm import IGNORED, with_losses
+from accelerate_recipes.common.tasks.models.tokenization import byte_tokenizer
 from recipes import preferences as recipe
 
 QUESTION = {"role": "user", "content": "Why?"}

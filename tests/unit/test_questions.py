@@ -9,9 +9,9 @@ import torch
 
 from accelerate_recipes import UsageError
 from accelerate_recipes.common.data.collate import pad_to_longest
-from accelerate_recipes.common.tasks.encoder import word_tokenizer
-from accelerate_recipes.common.tasks.questions import Question, Windows, best_answers, exact_and_f1
-from accelerate_recipes.common.tasks.questions import load_questions as load
+from accelerate_recipes.common.tasks.models.encoder import word_tokenizer
+from accelerate_recipes.common.tasks.nlp.questions import Question, Windows, best_answers, exact_and_f1
+from accelerate_recipes.common.tasks.nlp.questions import load_questions as load
 from recipes.question_answering import best_spans, questions_about_functions
 
 TEXT = "The cat sat on the mat, and the dog ate the red bone."

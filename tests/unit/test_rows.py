@@ -17,8 +17,8 @@ import pyarrow.parquet
 import pytest
 
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.common.tasks.labelled_texts import load_labelled_texts
-from accelerate_recipes.common.tasks.pairs import load_pairs
+from accelerate_recipes.common.tasks.nlp.labelled_texts import load_labelled_texts
+from accelerate_recipes.common.tasks.nlp.pairs import load_pairs
 from accelerate_recipes.common.tasks.reading import rows
 from accelerate_recipes.common.tasks.reading.rows import Table, table_of
 from accelerate_recipes.common.tasks.reading.sources import load_tables

@@ -14,12 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.common.tasks.similarity import (
-    LOSSES,
-    correlations,
-    make_batch_loss,
-    retrieval,
-)
+from accelerate_recipes.common.tasks.metrics.similarity import LOSSES, correlations, make_batch_loss, retrieval
 
 WIDTH, SCALE = 16, 20.0
 
@@ -153,7 +148,7 @@ def expected_measures(values: dict[str, Tensor]) -> dict[str, float]:
 
 @pytest.mark.parametrize("num_queries", [60, 4, 1])
 def test_retrieval_with_several_right_documents(num_queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accelerate_recipes.common.tasks.similarity.QUERIES_AT_ONCE", 17)
+    monkeypatch.setattr("accelerate_recipes.common.tasks.metrics.similarity.QUERIES_AT_ONCE", 17)
     values = several_right(num_queries)
     assert retrieval(values) == pytest.approx(expected_measures(values), abs=1e-6)
 

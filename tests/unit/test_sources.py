@@ -9,12 +9,12 @@ import pytest
 from PIL import Image
 
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.common.tasks.labelled_texts import load_labelled_texts
-from accelerate_recipes.common.tasks.mixture import weights_of
+from accelerate_recipes.common.tasks.models.tokenization import byte_tokenizer
+from accelerate_recipes.common.tasks.nlp.labelled_texts import load_labelled_texts
+from accelerate_recipes.common.tasks.nlp.text import load_tokens
 from accelerate_recipes.common.tasks.reading.labelled_images import load_image_splits
+from accelerate_recipes.common.tasks.reading.mixture import weights_of
 from accelerate_recipes.common.tasks.reading.sources import load_tables
-from accelerate_recipes.common.tasks.text import load_tokens
-from accelerate_recipes.common.tasks.tokenization import byte_tokenizer
 
 
 @pytest.fixture(autouse=True)

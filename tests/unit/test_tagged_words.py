@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.common.tasks.causal_lm import IGNORED
-from accelerate_recipes.common.tasks.encoder import word_tokenizer
-from accelerate_recipes.common.tasks.labelled import Labelled
-from accelerate_recipes.common.tasks.tagged_words import EncodedWords, Entities, load_tagged_words
+from accelerate_recipes.common.tasks.models.causal_lm import IGNORED
+from accelerate_recipes.common.tasks.models.encoder import word_tokenizer
+from accelerate_recipes.common.tasks.nlp.tagged_words import EncodedWords, Entities, load_tagged_words
+from accelerate_recipes.common.tasks.reading.labelled import Labelled
 
 SENTENCES = [(["EU", "rejects", "German", "calls"], ["B-ORG", "O", "B-MISC", "O"]), (["#", "1"], ["O", "B-DAY"])]
 MARKS = {"BIO": "BI", "BIOES": "BIES", "BILOU": "BILU", "of words": ""}
@@ -51,6 +51,14 @@ def test_folder_with_parts(tmp_path: Path, capsys: pytest.CaptureFixture) -> Non
     train, evaluation = load_tagged_words(str(tmp_path), "tokens", "ner_tags", list)
     assert (train.samples, evaluation.samples) == ([SENTENCES[0][0]], [SENTENCES[1][0]])
     assert "4 classes: B-DAY 1, B-MISC 1, B-ORG 1, O 3" in capsys.readouterr().out
+
+
+def test_folder_with_three_parts(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    for name, (words, tags) in zip(("train", "valid", "test"), [*SENTENCES, SENTENCES[0]]):
+        (tmp_path / f"{name}.txt").write_text("\n".join(map(" ".join, zip(words, tags))))
+    train, evaluation = load_tagged_words(str(tmp_path), "tokens", "ner_tags", list)
+    assert train.samples == evaluation.samples == [SENTENCES[0][0]]
+    assert "1 for train, 1 for test, 1 not read, such as valid.txt" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["lists", "texts", "parquet"])

@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from accelerate_recipes.common.parallel.tensor_plan import shipped_plan
-from accelerate_recipes.common.tasks.lora import LoraFlags, with_adapters
+from accelerate_recipes.common.tasks.models.lora import LoraFlags, with_adapters
 
 
 class Net(nn.Module):

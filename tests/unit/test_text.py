@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from accelerate_recipes.common.command_line import parse
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.common.tasks.causal_lm import load_pretrained
-from accelerate_recipes.common.tasks.text import IGNORED, TokenDataset, load_tokens
-from accelerate_recipes.common.tasks.tokenization import byte_tokenizer
+from accelerate_recipes.common.tasks.models.causal_lm import load_pretrained
+from accelerate_recipes.common.tasks.models.tokenization import byte_tokenizer
+from accelerate_recipes.common.tasks.nlp.text import IGNORED, TokenDataset, load_tokens
 from support.recipes import TRANSFORMER
 from support.runs import ROOT
 from support.small_model import write_model

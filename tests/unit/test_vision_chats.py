@@ -11,10 +11,10 @@ import torch
 from PIL import Image
 
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.common.tasks.causal_lm import IGNORED, with_losses
+from accelerate_recipes.common.tasks.chat.vision_batches import VisionEncoder, unpad
+from accelerate_recipes.common.tasks.chat.vision_chats import _open, load_vision_chats, shapes, with_parts
+from accelerate_recipes.common.tasks.models.causal_lm import IGNORED, with_losses
 from accelerate_recipes.common.tasks.reading.image_decoding import Opener
-from accelerate_recipes.common.tasks.vision_batches import VisionEncoder, unpad
-from accelerate_recipes.common.tasks.vision_chats import _open, load_vision_chats, shapes, with_parts
 from recipes.vision_language import freeze_idle, freeze_named
 from support.vision_models import FAMILIES, made
 

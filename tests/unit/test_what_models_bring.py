@@ -20,9 +20,9 @@ from transformers import (
 )
 
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.common.tasks.causal_lm import load_pretrained
-from accelerate_recipes.common.tasks.encoder import load_encoder, pad_texts, word_tokenizer
-from accelerate_recipes.common.tasks.pretrained import load
+from accelerate_recipes.common.tasks.models.causal_lm import load_pretrained
+from accelerate_recipes.common.tasks.models.encoder import load_encoder, pad_texts, word_tokenizer
+from accelerate_recipes.common.tasks.models.pretrained import load
 from accelerate_recipes.common.weights.on_disk import materialize, on_disk
 from support.small_model import write_encoder, write_model
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from accelerate_recipes.common.data import Batch
-from accelerate_recipes.common.tasks.causal_lm import with_losses
+from accelerate_recipes.common.tasks.models.causal_lm import with_losses
 
 SHAPE = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 TEXT = SHAPE | {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

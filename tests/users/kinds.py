@@ -11,7 +11,7 @@ from samples import VOCABULARY, WIDTH
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
-from accelerate_recipes.common.tasks.pretrained import Folder
+from accelerate_recipes.common.tasks.models.pretrained import Folder
 from accelerate_recipes.common.weights.on_disk import leave_on_disk
 
 

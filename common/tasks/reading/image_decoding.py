@@ -33,12 +33,8 @@ class Opener:
             self.said.share_memory_()
 
     def __call__(self, file: Any, name: str) -> Image.Image:
-        """An image in mode L if it is grey, else RGB. Raises UsageError.
-
-        Args:
-            file: a path, an image, its bytes, or a dict with "bytes" or "path", as `datasets` has it.
-            name: for messages.
-        """
+        """An image in mode L if it is grey, else RGB, of a path, an image, its bytes, or a dict with "bytes" or "path",
+        as `datasets` has it. `name` is for messages. Raises UsageError."""
         if isinstance(file, dict):
             file = file.get("bytes") or file.get("path")
         try:

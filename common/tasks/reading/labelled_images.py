@@ -11,8 +11,8 @@ from PIL import Image
 
 from ...data.facts import count_by_class, printable, say
 from ...errors import UsageError
-from ..labelled import Labelled, flatten, say_odd_classes, with_same_classes
 from .image_decoding import Opener
+from .labelled import Labelled, flatten, say_odd_classes, with_same_classes
 from .rows import Table, table_of, text_of_cell
 from .sources import SPLITS, LeftOut, is_saved, load_tables, walk
 from .text_files import local_path
@@ -28,12 +28,8 @@ Files = list[tuple[str, Any]]  # (path, class), or (path, classes)
 
 
 class ImageFiles:
-    """Images in files, or in a column of a table.
-
-    Args:
-        data: the source, for messages.
-        files: paths, or what a table has in place of them.
-    """
+    """Images in files, or in a column of a table. `data` is the source, for messages; `files` are paths, or what a
+    table has in place of them."""
 
     def __init__(self, data: str, files: Any):
         self.data, self.files, self.opener = data, files, Opener()
@@ -54,16 +50,14 @@ class ImageFiles:
 
 
 def load_image_splits(data: str, advice: str, max_samples: int | None = None) -> list[Labelled]:
-    """The images for training and, if the source has some, those for evaluation; both with the same classes.
+    """The images for training and, if the source has some, those for evaluation; both with the same classes. Raises
+    UsageError for no data, no images or no classes.
 
     Args:
         data: a folder with a sub-folder for each class, perhaps below "train" and "test"; one with parquet files; or a
             Hub id.
         advice: end of a message: what to type instead.
         max_samples: so many images of each part: the first ones of tables, a random choice of files.
-
-    Raises:
-        UsageError: no data, no images or no classes.
     """
     path = local_path(data)
     if path.is_file() and path.suffix.lower() != ".parquet":
@@ -123,14 +117,9 @@ def _label_column(table: Table) -> str | None:
 
 def read_folder(data: str, folder: Path, advice: str) -> list[Files]:
     """The images of a folder with their classes, in the order of their names: those for training and, if folders are
-    called so, those for evaluation. A line says which folders are, and what is left out. No image is opened.
-
-    Returns:
-        an empty list if there are parquet files, which are the data then.
-
-    Raises:
-        UsageError: no images, images without classes, or a folder that cannot be read.
-    """
+    called so, those for evaluation; none if there are parquet files, which are the data then. A line says which folders
+    are, and what is left out. No image is opened. Raises UsageError for no images, images without classes, or a folder
+    that cannot be read."""
     found, left_out = walk(folder, twice=True)
     endings = {ending for ending, kind in Image.registered_extensions().items() if kind in Image.OPEN}
     files = [file for file in found if Path(file).suffix.lower() in endings]

@@ -53,23 +53,14 @@ class Number(float):
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of a split.
+    """The rows of a split."""
 
-    Attributes:
-        name: of the source, for messages.
-        column_names: of all rows.
-        rows: a list of rows, in which cells may be missing; or what reads them, as a `datasets.Dataset` does.
-        key: another table has another one.
-        num_bytes: about.
-        kinds: {column: its type in `datasets`} of a file that has types.
-    """
-
-    name: str
-    column_names: list[str]
-    rows: Any
-    key: object
-    num_bytes: int
-    kinds: dict[str, Any]
+    name: str  # of the source, for messages
+    column_names: list[str]  # of all rows
+    rows: Any  # a list of rows, in which cells may be missing; or what reads them, as a `datasets.Dataset` does
+    key: object  # another table has another one
+    num_bytes: int  # about
+    kinds: dict[str, Any]  # {column: its type in `datasets`} of a file that has types
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -134,12 +125,8 @@ class Table:
 
 
 class TableColumn:
-    """A column of a `datasets.Dataset` as its files hold it. A row takes a sixth of the time of the dataset's own way.
-
-    Args:
-        table: with the column.
-        name: of the column.
-    """
+    """A column of a `datasets.Dataset` as its files hold it. A row takes a sixth of the time of the dataset's own
+    way."""
 
     def __init__(self, table: Any, name: str):
         self.table, self.name = table.select_columns(name).with_format("arrow"), name
@@ -195,15 +182,8 @@ def rows_with_text(table: Table, *columns: str, beside: Sequence[Any] | None = N
 
 
 def text_of_cell(value: Any, kind: Any = None) -> str | None:  # noqa: PLR0911 - one for each type
-    """The text of a cell; None if it has none.
-
-    Args:
-        value: of a row.
-        kind: the type of its column in `datasets`, if it has one.
-
-    Raises:
-        UsageError: the cell holds a list, a dict or bytes that are no text.
-    """
+    """The text of a cell; None if it has none. `kind` is the type of its column in `datasets`, if it has one. Raises
+    UsageError if the cell holds a list, a dict or bytes that are no text."""
     if value is not None and hasattr(kind, "int2str"):  # a class that has a name and a number
         value = kind.encode_example(value)
         value = None if value == NO_CLASS else kind.int2str(value)
@@ -227,17 +207,9 @@ def text_of_cell(value: Any, kind: Any = None) -> str | None:  # noqa: PLR0911 -
 
 
 def table_of(data: str, places: Sequence[Place], max_rows: int | None, kinds: dict[str, Any]) -> Table:
-    """The rows of CSV, TSV or JSON files, one file after another: small ones in memory, others on disk.
-
-    Args:
-        data: of `--data`, for messages.
-        places: the files.
-        max_rows: read so many rows.
-        kinds: {column: its type in `datasets`}, if they are declared.
-
-    Raises:
-        UsageError: a file that cannot be read, or without rows.
-    """
+    """The rows of CSV, TSV or JSON files, one file after another, up to `max_rows`: small ones in memory, others on
+    disk. `data` is for messages; `kinds` has {column: its type in `datasets`}, if they are declared. Raises UsageError
+    for a file that cannot be read, or without rows."""
     local = [place for place in places if isinstance(place, Path)]
     stats = [place.stat() for place in local]
     sizes = [stat.st_size * (UNPACKED if packing_of(place) else 1) for place, stat in zip(local, stats)]

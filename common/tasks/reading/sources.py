@@ -3,10 +3,12 @@
 import glob
 import os
 import re
+import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from itertools import chain, zip_longest
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
@@ -17,8 +19,8 @@ from ...data.facts import say
 from ...errors import RunError, UsageError, first_line
 from ...files import check_is_pulled
 from ...records.run_card import read_card
-from ..mixture import weights_of
 from ..streams import cache_folder, convert_stream, first_process_first
+from .mixture import weights_of
 from .rows import Table, table_of, table_of_dataset
 from .text_files import Place, ending_of, local_path, strip_packing
 
@@ -30,46 +32,51 @@ SPLITS = {
     "test": ("test", "testing", "eval", "evaluation"),
     "validation": ("validation", "valid", "val", "dev"),
 }
+HELD_OUT = 10  # one sample in so many is for evaluation, if the source has no evaluation part
 SHARD = re.compile(r"-\d{5,}-of-\d{5,}$")  # of a split in several files: train-00000-of-00003.parquet
 OUTPUT = ("run.json", "metrics.jsonl", "predictions.jsonl", "model", "best", "checkpoints", "previous")  # of a run
 # Files of the Hub, and of `datasets`, about data.
 ABOUT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
 # Options of a builder of `datasets` that do not say how to read a file.
 SET_BY_ALL = {"name", "version", "data_dir", "data_files", "description", "features"}
+STDLIB = Path(sysconfig.get_path("stdlib"))  # embedded data that every Python has
 LeftOut = dict[str, list[str]]  # {why: paths}
 Row = TypeVar("Row")
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
-def hold_out(num_samples: int, one_in: int) -> tuple[torch.Tensor, torch.Tensor]:
+def sklearn_file(name: str) -> Path:
+    """Path of a data file in the scikit-learn package: real data, no download, and no import of the package."""
+    package = find_spec("sklearn")
+    assert package is not None and package.submodule_search_locations is not None
+    return Path(package.submodule_search_locations[0]) / "datasets" / "data" / name
+
+
+def hold_out(num_samples: int, one_in: int = HELD_OUT) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids of the rest, ids of the held-out samples, one in so many): a random order that is the same in each run."""
     order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(0))
     num_held_out = max(1, num_samples // one_in)
     return order[num_held_out:], order[:num_held_out]
 
 
-def divide(rows: Sequence[Row], one_in: int) -> list[list[Row]]:
+def divide(rows: Sequence[Row], one_in: int = HELD_OUT) -> list[list[Row]]:
     """[the rest, the held-out rows], like `hold_out`, each in their order."""
     return [[rows[number] for number in ids.sort().values.tolist()] for ids in hold_out(len(rows), one_in)]
 
 
 @dataclass(frozen=True)
 class Files:
-    """The files of a dataset.
+    """The files of a dataset."""
 
-    Attributes:
-        splits: {split: its files}.
-        kinds: {column: its type in `datasets`}, if they are declared.
-    """
-
-    splits: dict[str, list[Place]]
-    kinds: dict[str, Any] = field(default_factory=dict)
+    splits: dict[str, list[Place]]  # {split: its files}
+    kinds: dict[str, Any] = field(default_factory=dict)  # {column: its type in `datasets`}, if they are declared
 
 
 def load_tables(
     data: str, advice: str, max_samples: int | None = None, is_labelled: Callable[[Table], bool] = lambda table: True
 ) -> list[Table]:
-    """The training split and, if there is one, the evaluation split of a dataset, as the rows of its files.
+    """The training split and, if there is one, the evaluation split of a dataset, as the rows of its files. Raises
+    UsageError for no data, no network, no training split, or a split without rows.
 
     Args:
         data: a .csv, .tsv, .json, .jsonl or .parquet file, perhaps packed; a folder of such files, or that
@@ -77,9 +84,6 @@ def load_tables(
         advice: end of the error message: what to type instead.
         max_samples: read so many rows of each split, without downloading the rest.
         is_labelled: whether a split can be evaluated: the first of test and validation is taken that can.
-
-    Raises:
-        UsageError: no data, no network, no training split, or a split without rows.
     """
     files = table_files(data, advice)
     if files is None or all(ending_of(place) == ".parquet" for places in files.splits.values() for place in places):
@@ -169,16 +173,14 @@ def table_files(data: str, advice: str) -> Files | None:
 def files_of_folder(data: str, folder: Path, kinds: dict[str, str], advice: str) -> Files:
     """The files of one kind in a folder, by splits, and a line about those that are not read.
 
-    A file belongs to a split if its whole name, or that of a folder on its way, is that of the split.
+    A file belongs to a split if its whole name, or that of a folder on its way, is that of the split. Raises UsageError
+    for no such files, several kinds of them, or one file twice.
 
     Args:
         data: of `--data`, for messages.
         folder: where they lie.
         kinds: {ending of a file's name: its kind}.
         advice: end of the error message.
-
-    Raises:
-        UsageError: no such files, several kinds of them, or one file twice.
     """
     visible, left_out = walk(folder)
     found = [folder / name for name in visible if ending_of(name) in kinds and Path(name).name not in ABOUT_DATA]
@@ -212,14 +214,8 @@ def files_of_folder(data: str, folder: Path, kinds: dict[str, str], advice: str)
 
 def walk(folder: Path, twice: bool = False) -> tuple[list[str], LeftOut]:
     """(the files in a folder and below, in the order of their names, each with its path from there; what is left out).
-
-    Args:
-        folder: where to begin.
-        twice: whether to read a folder again to which a link leads, unless it is above the link.
-
-    Raises:
-        UsageError: a folder that cannot be read.
-    """
+    `twice` reads a folder again to which a link leads, unless it is above the link. Raises UsageError for a folder that
+    cannot be read."""
     files, left_out = list[str](), LeftOut()
 
     def visit(below: str, known: set[tuple[int, int]]) -> None:

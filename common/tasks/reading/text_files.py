@@ -27,15 +27,8 @@ MARKS = {
 
 
 def local_path(data: str, folder: Path = Path()) -> Path:
-    """The path that a user typed: as it stands, or with ~ for the home folder if there is no such file.
-
-    Args:
-        data: the path.
-        folder: of relative paths.
-
-    Raises:
-        UsageError: a name that no file can have.
-    """
+    """The path that a user typed, which may begin at a folder: as it stands, or with ~ for the home folder if there is
+    no such file. Raises UsageError for a name that no file can have."""
     path = folder / data
     try:
         return path if path.exists() else folder / Path(data).expanduser()
@@ -80,16 +73,8 @@ def open_bytes(place: Place) -> io.BufferedReader:
 
 @contextmanager
 def open_text(place: Place, newline: str | None, says_encoding: bool = True) -> Iterator[io.TextIOWrapper]:
-    """The text of a file in UTF-8, or in UTF-16 or UTF-32 if it begins with their mark, which a line says.
-
-    Args:
-        place: the file.
-        newline: as in `open`.
-        says_encoding: whether to print that line.
-
-    Raises:
-        UsageError: from the body of `with`, too, if the file cannot be read or is no text.
-    """
+    """The text of a file in UTF-8, or in UTF-16 or UTF-32 if it begins with their mark, which a line says. `newline` is
+    as in `open`. Raises UsageError, also from the body of `with`, if the file cannot be read or is no text."""
     if isinstance(place, Path):
         check_is_pulled(place)
     try:

@@ -1,0 +1,327 @@
+"""Reads conversations in the common formats, renders them as text, and marks the parts that a model learns to write."""
+
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, Self
+
+from ...errors import UsageError, first_line
+
+Messages = list[dict[str, Any]]  # [{"role": "user" or "assistant" or ..., "content": text}, ...]
+SPEAKERS = {"human": "user", "gpt": "assistant"}  # of ShareGPT's form; others have their usual names
+USUAL = ("system", "developer", "user", "assistant", "tool")
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # what was thought; templates read one of the first two
+CHANGES = (
+    "the chat template changes earlier turns when a turn follows, so that the tokens to train on are unknown: give the "
+    "tokenizer another chat_template, or its last answer as column completion and the turns before as column prompt"
+)
+EXPECTED = 'expected a list of messages such as {"role": "user", "content": "Why?"}'
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages, and how they become a text."""
+
+    messages: Messages  # checked; no value in them is None
+    first: int = 0  # number of the first message that may be learnt
+    # What else the template gets: "tools", and what the column chat_template_kwargs has.
+    options: Mapping[str, Any] = field(default_factory=dict)
+    is_plain: bool = False  # the contents are one text as they stand, with the tokenizer's end mark, without a template
+    images: Sequence[Any] = ()  # in the order of their places in the messages
+
+    @property
+    def question(self) -> str:
+        """The text of the last message but one."""
+        return text_of(self.messages[-2])
+
+    @property
+    def answer(self) -> str:
+        """The text of the last message."""
+        return text_of(self.messages[-1])
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether it ends with an answer that is a text."""
+        return self.messages[-1]["role"] == "assistant" and self.answer.strip() != ""
+
+    @classmethod
+    def of(cls, given: Any) -> Self:
+        """A conversation of messages in any form; one that is a conversation stays as it is. Raises UsageError."""
+        return given if isinstance(given, cls) else cls(check_messages(as_messages(given)))
+
+    @classmethod
+    def of_row(cls, row: dict[str, Any], column: str) -> Self:
+        """The conversation in a row: the messages in this column, or in "conversations"; or a prompt and its
+        completion, of which the latter is learnt. Raises UsageError."""
+        for name in (column, "conversations"):
+            if name in row:
+                return cls(check_messages(as_messages(row[name])), 0, options_of(row))
+        prompt = as_messages(row["prompt"], "user")
+        messages = check_messages(prompt + as_messages(row["completion"], "assistant"))
+        return cls(messages, len(prompt), options_of(row))
+
+
+def as_messages(given: Any, role: str | None = None) -> Messages:
+    """Messages with roles, without values that are None: tables have those where another row has a value. Raises
+    UsageError for any other form.
+
+    Args:
+        given: a list of {"role", "content", ...}, or of {"from", "value"} (ShareGPT); a text if there is a `role`.
+        role: whose message a text is.
+    """
+    if isinstance(given, str) and role is not None:
+        return [{"role": role, "content": given}]
+    if not isinstance(given, list) or not all(isinstance(message, dict) for message in given):
+        raise UsageError(EXPECTED)
+    messages = [_role_first(_without_none(message)) for message in given]
+    if not all(isinstance(message["role"], str) and message["role"] for message in messages):
+        raise UsageError(EXPECTED)
+    return messages
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_none(one) for name, one in value.items() if one is not None}
+    return [_without_none(one) for one in value] if isinstance(value, list) else value
+
+
+def _role_first(message: dict[str, Any]) -> dict[str, Any]:
+    """A message of either form in the first of them. An empty list of calls is none. What was thought has both names
+    that templates read: transformers below 5.21 passes on the one that the data have."""
+    if not message.get("tool_calls", True):
+        message = {name: value for name, value in message.items() if name != "tool_calls"}
+    thought = next((message[name] for name in THOUGHTS if message.get(name) is not None), None)
+    if thought is not None:
+        message = {"thinking": thought} | message | {"reasoning_content": thought}
+    if "role" in message or "from" not in message:
+        return {"role": None} | message
+    speaker = SPEAKERS.get(message["from"], message["from"])
+    if speaker not in USUAL:
+        raise UsageError(f"a message is from {speaker}: expected {', '.join([*SPEAKERS, *USUAL])}")
+    others = {name: value for name, value in message.items() if name not in ("from", "value")}
+    return {"role": speaker} | ({"content": message["value"]} if "value" in message else {}) | others
+
+
+def check_messages(messages: Messages) -> Messages:
+    """Returns them. Raises UsageError unless each content is a text, or a list of parts that are texts, and all other
+    values are such as JSON has."""
+    for number, message in enumerate(messages, start=1):
+        content, where = message.get("content"), f"message {number} ({message['role']})"
+        if content is None and message["role"] != "tool" and not {"tool_calls", *THOUGHTS} & {*message}:
+            raise UsageError(f"{where} has no content")
+        for part in content if isinstance(content, list) else []:
+            kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+            if kind != "text" or not isinstance(part.get("text"), str):
+                raise UsageError(f'{where} has a part of the type {kind}: expected {{"type": "text", "text": "Why?"}}')
+        if not isinstance(content, str | list | None):
+            raise UsageError(f"the content of {where} is of the type {type(content).__name__}: expected a text")
+        if message.get("weight", 1) not in (0, 1):
+            raise UsageError(
+                f"{where} has the weight {message['weight']!r}: expected 1, or 0 for one that is not learnt"
+            )
+        calls = message.get("tool_calls", [])
+        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+            raise UsageError(f"the tool_calls of {where} are no list of dicts")
+        _check_json(message, where)
+    return messages
+
+
+def _check_json(value: Any, where: str) -> None:
+    """Raises UsageError for a value that JSON does not have, of which templates get the name, or half a character."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{where} has a value that a text cannot have ({first_line(error)})") from None
+
+
+def options_of(row: dict[str, Any]) -> dict[str, Any]:
+    """What a row has for the template beside messages: its columns tools (a list of JSON schemas) and
+    chat_template_kwargs (a dict), each perhaps as JSON. Raises UsageError."""
+    found = dict(_json_of(row, "chat_template_kwargs", dict) or {})
+    tools = [_json_of({"tools": tool}, "tools", dict) for tool in _json_of(row, "tools", list) or []]
+    return found | ({"tools": tools} if tools else {})
+
+
+def _json_of(row: dict[str, Any], name: str, kind: type) -> Any:
+    value = row.get(name)
+    try:
+        value = _without_none(json.loads(value) if isinstance(value, str) and value.strip() else value)
+    except ValueError:
+        raise UsageError(f"its {name} are no JSON") from None
+    if value and not isinstance(value, kind):
+        raise UsageError(f"its {name} are of the type {type(value).__name__}: expected a {kind.__name__}")
+    _check_json(value, name)
+    return value
+
+
+def render(messages: Messages, template: Any, **options: Any) -> str:
+    """A conversation as a text. Raises UsageError if the template refuses it."""
+    if not messages:  # many templates need a message
+        return ""
+    try:
+        return template.apply_chat_template(messages, tokenize=False, **options)
+    except Exception as error:  # templates are programs, and raise what they like
+        raise UsageError(f"the chat template refuses it ({first_line(error)})") from None
+
+
+def fit_to_template(messages: Messages, template: Any, options: Mapping[str, Any]) -> tuple[Messages, str]:
+    """(the messages in the first form that the template writes as a whole, their text).
+
+    Templates differ: some take parts of a content, others texts alone; arguments of a call as a dict, or as JSON; and
+    some know a call by a content that is missing. Raises UsageError if the template refuses all forms."""
+    refusal = fault = None
+    for form in _forms(messages):
+        try:
+            text = render(form, template, **options)
+        except UsageError as error:
+            refusal = refusal or error
+            continue
+        fault = _fault(form, template, options, text)
+        if fault is None:
+            return form, text
+    raise UsageError(fault) if fault else refusal or UsageError(EXPECTED)
+
+
+def _forms(messages: Messages) -> Iterator[Messages]:
+    tried: list[Messages] = []
+    for content, joins, convert in itertools.product(("", None), (False, True), (_parse, _dump)):
+        form = [_in_form({"content": content, **message}, joins, convert) for message in messages]
+        if form not in tried:
+            tried.append(form)
+            yield form
+
+
+def _in_form(message: dict[str, Any], joins: bool, convert: Callable[[Any], Any]) -> dict[str, Any]:
+    """A message with one text in place of parts that are texts, if it `joins` them; and with converted arguments."""
+    content, calls = message["content"], message.get("tool_calls")
+    if joins and isinstance(content, list) and all(isinstance(part.get("text"), str) for part in content):
+        message = message | {"content": "".join(part["text"] for part in content)}
+    return message | {"tool_calls": [_convert(one, convert) for one in calls]} if isinstance(calls, list) else message
+
+
+def _convert(call: Any, convert: Callable[[Any], Any]) -> Any:
+    if isinstance(call, dict) and "function" in call:
+        return call | {"function": _convert(call["function"], convert)}
+    return call | {"arguments": convert(call["arguments"])} if isinstance(call, dict) and "arguments" in call else call
+
+
+def _parse(arguments: Any) -> Any:
+    with suppress(ValueError):
+        found = json.loads(arguments) if isinstance(arguments, str) else None
+        return found if isinstance(found, dict) else arguments
+    return arguments
+
+
+def _dump(arguments: Any) -> Any:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments)
+
+
+def _fault(messages: Messages, template: Any, options: Mapping[str, Any], text: str) -> str | None:
+    """What is wrong with a text: it contains a Python object, or lacks a part or the calls of these messages."""
+    for name, value in {"messages": messages, **options}.items():
+        if any(shown in text for shown in _python_objects(value)):
+            return f"the chat template writes a Python object of its {name}: give the tokenizer another chat_template"
+    parts = (part for one in messages if isinstance(one.get("content"), list) for part in one["content"])
+    if not all(part.get("text", "").strip() in text for part in parts):
+        return "the chat template leaves out a part of a content: give the tokenizer another chat_template"
+    if any("tool_calls" in message for message in messages) and not _uses("tool_calls", messages, template, options):
+        return "the chat template does not write tool_calls: give the tokenizer a chat_template that does"
+    return None
+
+
+def _python_objects(value: Any) -> Iterator[str]:
+    """Python's form of each dict and list in a value, if JSON's differs."""
+    if isinstance(value, dict | list):
+        if str(value) != json.dumps(value, ensure_ascii=False):
+            yield str(value)
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _python_objects(one)
+
+
+def _uses(name: str, messages: Messages, template: Any, options: Mapping[str, Any]) -> bool:
+    """Whether the text changes without what has this name, among the options or in messages."""
+    without = [{key: value for key, value in message.items() if key != name} for message in messages]
+    others = {key: value for key, value in options.items() if key != name}
+    try:
+        return render(messages, template, **options) != render(without, template, **others)
+    except UsageError:  # it needs the name
+        return True
+
+
+def find_unused(chats: Iterable[Conversation], template: Any) -> list[str]:
+    """The names of options and of entries in messages that the template uses in none of these conversations."""
+    names, used = dict[str, None](), set[str]()
+    for chat in chats:
+        try:
+            messages, _ = fit_to_template(chat.messages, template, chat.options)
+        except UsageError:  # whoever encodes it says so
+            continue
+        found = {*chat.options, *(name for message in messages for name in message)} - {"role", "content", "weight"}
+        names |= dict.fromkeys(sorted(found))
+        used |= {name for name in found - used if _uses(name, messages, template, chat.options)}
+    return [name for name in names if name not in used]
+
+
+def answer_spans(
+    messages: Messages, template: Any, first: int = 0, options: Mapping[str, Any] | None = None
+) -> tuple[str, list[range]]:
+    """(the text of a conversation, the places in it that the model learns to write).
+
+    A place is what the template writes for an answer of the assistant after what it writes to ask for one. Raises
+    UsageError if it begins with an answer, or for a template that cannot be used.
+
+    Args:
+        messages: the conversation.
+        template: a tokenizer or a processor with a chat template.
+        first: number of the first message that may be learnt.
+        options: more for the template.
+    """
+    options = options or {}
+    if messages and messages[0]["role"] == "assistant":
+        raise UsageError("it begins with an answer: remove it, or put a question before it")
+    messages, text = fit_to_template(messages, template, options)
+    spans = []
+    for turn, message in enumerate(messages):
+        if message["role"] != "assistant" or turn < first or message.get("weight") == 0:
+            continue
+        asking = render(messages[:turn], template, **{**options, "add_generation_prompt": True})
+        after = text if turn + 1 == len(messages) else render(messages[: turn + 1], template, **options)
+        if not text.startswith(after):
+            raise UsageError(CHANGES)
+        if not after.startswith(asking):
+            _say_why(render(messages[:turn], template, **options), asking, after)
+        spans.append(range(len(asking), len(after)))
+    return text, spans
+
+
+def _say_why(earlier: str, asking: str, after: str) -> NoReturn:
+    """Raises the UsageError for an answer that does not begin as the prompt that asks for it ends."""
+    shared = num_shared(asking, after)
+    if shared < num_shared(earlier, asking):
+        raise UsageError(CHANGES)
+    raise UsageError(
+        f"the chat template asks for an answer with {asking[shared:]!r}, and an answer here does not begin so: give it "
+        'reasoning_content, or the data a column chat_template_kwargs such as {"enable_thinking": false}, or the '
+        "tokenizer another chat_template"
+    )
+
+
+def num_shared(one: Any, other: Any) -> int:
+    """How many characters, or items, both begin with."""
+    return next((at for at, (mine, yours) in enumerate(zip(one, other)) if mine != yours), min(len(one), len(other)))
+
+
+def question(chat: Conversation, template: Any) -> str:
+    """The text that asks for the last message of a conversation. Raises UsageError."""
+    if chat.is_plain:
+        return chat.messages[0]["content"]
+    messages, _ = fit_to_template(chat.messages, template, chat.options)
+    return render(messages[:-1], template, **{**chat.options, "add_generation_prompt": True})
+
+
+def text_of(message: dict[str, Any]) -> str:
+    """The text of a message, whose content may be a list of parts, or missing."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)

@@ -1,0 +1,207 @@
+"""Conversations with images as samples and batches for a vision-language model of transformers.
+
+Each processor makes tensors of its own. What they mean is measured: the processor gets two images, and a tensor that
+has a number for each token, one row for the sample, or rows for each image, is one of three kinds.
+"""
+
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+from ...data import Batch, pad_to_longest
+from ...errors import UsageError, first_line
+from ..models.causal_lm import IGNORED, find_trained_places
+from ..models.tokenization import adds_special_tokens
+from .conversations import answer_spans, render
+from .vision_chats import Images, Messages, VisionChats
+
+NUM_LOOKED_AT = 16  # conversations at the start
+ROWS = "number of rows of "  # begins the name of a tensor that tells which rows of another are no padding
+NOT_OF_IMAGES = ("input_ids", "attention_mask", "offset_mapping")
+
+
+class VisionEncoder:
+    """Makes samples and batches with a processor.
+
+    A sample is {"tokens", "labels": int64 of shape (length,), "places": of the trained labels, "weight": their number,
+    and the tensors that the processor makes of images}. A label is the next token, or `IGNORED`. Raises UsageError if
+    the template or the processor cannot be used.
+
+    Args:
+        processor: of transformers, with a chat template, an image processor and a fast tokenizer.
+        image_token: id of the token that stands for a part of an image.
+        max_length: tokens of a conversation beyond this number are cut.
+    """
+
+    def __init__(self, processor: Any, image_token: int, max_length: int):
+        self.processor, self.image_token, self.max_length = processor, image_token, max_length
+        if not hasattr(processor, "image_processor"):
+            raise UsageError(f"{type(processor).__name__} reads no images: use recipes/finetune.py")
+        small, wide = Image.new("RGB", (48, 48), "white"), Image.new("RGB", (96, 48), "grey")
+        both = self._process(render(_asking(2), processor), [small, wide])
+        length = both["input_ids"].shape[1]
+        of_images = {name: value for name, value in both.items() if name not in NOT_OF_IMAGES}
+        # Lists: the order of a set, and so that of a sample's tensors, would differ between processes.
+        self.of_tokens = [name for name, value in of_images.items() if value.shape == (1, length)]
+        others = [name for name in of_images if name not in self.of_tokens]
+        self.of_sample = [name for name in others if len(of_images[name]) == 1]
+        self.of_rows = [name for name in others if name not in self.of_sample]
+        # What a sample without images has in place of these values; 0 of a number of images.
+        shown = {name: of_images[name][0] if name in self.of_sample else of_images[name] for name in others}
+        sizes = {name: (0, *value.shape[1:]) if value.ndim else () for name, value in shown.items()}
+        self._without = {name: value.new_zeros(sizes[name]) for name, value in shown.items()}
+        self._blank = self.sample(_asking(1), [small], is_cut=False)
+        padding = processor.tokenizer.pad_token_id
+        if padding is None:
+            raise UsageError("the tokenizer has no token for padding: give it a pad_token")
+        self._pad = pad_to_longest({"tokens": padding, "labels": IGNORED, "places": -1}, None)
+        self._check(small, wide)
+
+    def _process(self, text: str | list[str], images: Any, **options: Any) -> dict[str, Tensor]:
+        texts, images = ([text], [images]) if isinstance(text, str) else (text, images)
+        options |= {"add_special_tokens": adds_special_tokens(self.processor, texts[0])}
+        options |= {"return_tensors": "pt", "return_offsets_mapping": True}
+        try:
+            return dict(self.processor(text=texts, images=images if any(images) else None, **options))
+        except Exception as error:  # of dozens of types
+            raise UsageError(f"{type(self.processor).__name__} refuses it ({first_line(error)})") from None
+
+    def sample(self, messages: Messages, images: Images, is_cut: bool = True) -> dict[str, Any]:
+        """A sample of a conversation, which `is_cut` to `max_length`. Raises UsageError, then also if none of its
+        tokens is trained."""
+        found, trained = self._encode(messages, images)
+        whole, kept = found["input_ids"][0], slice(self.max_length if is_cut else None)
+        if is_cut and (whole[self.max_length :] == self.image_token).any():
+            last = int((whole == self.image_token).nonzero()[-1]) + 1
+            raise UsageError(f"its images end at token {last}: use --max_length {last} or more, or smaller images")
+        if is_cut and not trained[kept].any():
+            first = int(trained.int().argmax()) + 1
+            advice = f"its first answer begins at token {first}: use --max_length {first} or more"
+            raise UsageError(advice if trained.any() else "it has no answer after its last image")
+        tokens = whole[kept]
+        labels = tokens.roll(-1).masked_fill(~trained[kept].roll(-1), IGNORED)
+        labels[-1] = IGNORED
+        sample = {"tokens": tokens, "labels": labels, "places": find_trained_places(labels)}
+        for name in self.of_tokens:
+            sample[name] = found[name][0, kept] if name in found else torch.zeros_like(tokens)
+        for name, nothing in self._without.items():
+            value = found.get(name)
+            sample[name] = nothing if value is None else value[0] if name in self.of_sample else value
+        sample |= {ROWS + name: torch.tensor(len(sample[name])) for name in self.of_rows}
+        return sample | {"weight": float((labels != IGNORED).sum())}
+
+    def _encode(self, messages: Messages, images: Images) -> tuple[dict[str, Tensor], Tensor]:
+        """(what the processor returns, whether each token is trained).
+
+        The processor puts many tokens in the place of an image, so places in the text are counted from its end. If an
+        image follows answers, the conversation up to the last of them tells about those.
+        """
+        shown = [sum(part["type"] == "image" for part in message["content"]) for message in messages]
+        if any(number and message["role"] == "assistant" for number, message in zip(shown, messages)):
+            raise UsageError("an answer has an image, which a model cannot learn to write: move it to a question")
+        after = max((turn + 1 for turn, number in enumerate(shown) if number), default=0)
+        text, spans = answer_spans(messages, self.processor, after)
+        found = self._process(text, images)
+        places, plain = found.pop("offset_mapping")[0], self.processor.tokenizer
+        ends = plain(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+        if not ends or len(places) < 2:
+            raise UsageError("it has fewer than two tokens: remove it")
+        gained = int(places[:, 1].max()) - ends[-1][1]  # a special token has no place
+        trained = torch.tensor([any(start - gained in span for span in spans) for start in places[:, 0].tolist()])
+        trained[0] = False  # no token comes before it
+        answers = [turn for turn in range(after) if messages[turn]["role"] == "assistant"]
+        if answers:
+            end = answers[-1] + 1
+            earlier, flags = self._encode(messages[:end], images[: sum(shown[:end])])
+            last = int(flags.nonzero()[-1]) + 1 if flags.any() else 0
+            if not found["input_ids"][0, :last].equal(earlier["input_ids"][0, :last]):
+                raise UsageError("its tokens change when a turn follows: end it before its last image")
+            trained[:last] |= flags[:last]
+        return found, trained
+
+    def collate(self, samples: list[dict[str, Any]]) -> Batch:
+        """A batch of samples, padded. One without images gets one, after the end of its shortest sample, where no
+        label sees it: all processes then compute the same layers, as FSDP2 and ZeRO need."""
+        if not any(sample[name].numel() for sample in samples for name in self._without if sample[name].ndim):
+            shortest = min(range(len(samples)), key=lambda row: len(samples[row]["tokens"]))
+            samples = [self._add_blank_image(one) if row == shortest else one for row, one in enumerate(samples)]
+        columns = {name: _of_one_size([sample[name] for sample in samples]) for name in self._without}
+        return self._pad([s | {name: columns[name][row] for name in columns} for row, s in enumerate(samples)])
+
+    def _add_blank_image(self, sample: dict[str, Any]) -> dict[str, Any]:
+        blank = self._blank
+        longer = {name: torch.cat([sample[name], blank[name]]) for name in ("tokens", *self.of_tokens)}
+        labels = torch.cat([sample["labels"], torch.full_like(blank["labels"], IGNORED)])
+        images = {name: blank[name] for name in (*self._without, *(ROWS + name for name in self.of_rows))}
+        return sample | longer | images | {"labels": labels}
+
+    def _check(self, small: Image.Image, wide: Image.Image) -> None:
+        """Raises UsageError if a batch of `collate` is not what the processor makes of several samples."""
+        chats, images = [_asking(2), _asking(1, "Why?")], [[small, wide], [wide]]
+        texts = [render(messages, self.processor) for messages in chats]
+        # The last one has no images. It is not for the processor: some refuse an empty list.
+        samples = [self.sample(*both, is_cut=False) for both in [*zip(chats, images), (_asking(0), [])]]
+        own = self.collate(samples)
+        others = (*self.of_tokens, *self._without, *(ROWS + name for name in self.of_rows))
+        own = unpad({name: own[name] for name in others})
+        expected = self._process(texts, images, padding=True, padding_side="right")
+        for name, value in own.items():
+            if not torch.equal(expected[name], value if name in self.of_rows else value[:2]):
+                raise UsageError(
+                    f"{type(self.processor).__name__} pads {name} in a way of its own: use a model with another one"
+                )
+
+
+def _of_one_size(values: list[Tensor]) -> list[Tensor]:
+    """The values with zeros after the end of each dimension but the first, up to the largest size."""
+    if values[0].ndim < 2:
+        return values
+    sizes = [max(size) for size in zip(*(value.shape[1:] for value in values))]
+    gaps = [[size - own for size, own in zip(sizes, value.shape[1:])] for value in values]
+    return [F.pad(value, [end for gap in reversed(own) for end in (0, gap)]) for value, own in zip(values, gaps)]
+
+
+def _asking(num_images: int, text: str = "What?") -> Messages:
+    return [{"role": "user", "content": [{"type": "image"}] * num_images + [{"type": "text", "text": text}]}]
+
+
+def unpad(given: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of images of a batch as the model takes them: rows of all samples after each other, without
+    padding. Other tensors stay as they are. For `with_losses`."""
+    found = {name: value for name, value in given.items() if not name.startswith(ROWS)}
+    for name, counts in given.items():
+        if name.startswith(ROWS):
+            value = found[name.removeprefix(ROWS)]
+            is_row = torch.arange(value.shape[1], device=value.device) < counts.unsqueeze(1)
+            found[name.removeprefix(ROWS)] = value[is_row]
+    return found
+
+
+class VisionDataset(Dataset):
+    """One conversation a sample, as the encoder makes it when it is asked for."""
+
+    def __init__(self, chats: VisionChats, encoder: VisionEncoder):
+        self.chats, self.encoder = chats, encoder
+
+    def __len__(self) -> int:
+        return len(self.chats)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        chat = self.chats.read(index)
+        with self.chats.naming(index):
+            return self.encoder.sample(*chat)
+
+    def facts(self) -> str:
+        """How much of the first conversations is trained, and how many are cut, for the terminal. Raises UsageError."""
+        samples = [self[index] for index in range(min(NUM_LOOKED_AT, len(self)))]
+        lengths = [len(sample["tokens"]) for sample in samples]
+        num_trained = sum(sample["weight"] for sample in samples)
+        num_full = sum(length == self.encoder.max_length for length in lengths)
+        return (
+            f"first {len(samples)} conversations: {100 * num_trained / sum(lengths):.0f} % of tokens trained; longest "
+            f"{max(lengths):,}; {num_full:,} of --max_length or more (cut)"
+        )

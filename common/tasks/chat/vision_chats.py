@@ -1,0 +1,245 @@
+"""Conversations with images: their messages, and the images in order."""
+
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageDraw
+
+from ...data.facts import say
+from ...errors import UsageError
+from ..reading.image_decoding import Opener
+from ..reading.rows import Table, holds_images
+from ..reading.sources import check_not_streamed, divide, load_tables
+from ..reading.text_files import local_path
+from .chats import HELD_OUT
+from .conversations import Conversation, as_messages
+
+Messages = list[dict[str, Any]]  # [{"role": ..., "content": [{"type": "image"} or {"type": "text", "text": ...}]}]
+Images = list[Image.Image]  # in RGB
+MARK = "<image>"  # an image in the text of a message
+PATHS = ("image", "path", "url")  # names under which a part of a message holds its image
+NO_PATH = re.compile(r"\w+://|data:|[A-Za-z0-9+/=\s]{200,}$")  # an address, perhaps with data in it; or base64
+ADVICE = "use --data shapes for the embedded conversations, or the path of a .jsonl file"
+
+
+@dataclass(frozen=True)
+class VisionChats:
+    """Conversations that are read one by one."""
+
+    rows: Sequence[int]  # their numbers in the source
+    load: Callable[[int], tuple[Messages, Images]]  # the messages and the images of the conversation with a number
+    name: str  # of the source, for messages
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def read(self, index: int) -> tuple[Messages, Images]:
+        """The messages and the images of a conversation. Raises UsageError."""
+        with self.naming(index):
+            return self.load(self.rows[index])
+
+    def select_answered(self, number: int) -> list[Conversation]:
+        """Among the first so many conversations, those that end with an answer in text."""
+        read = map(self.read, range(min(number, len(self))))
+        found = [Conversation(messages, images=images) for messages, images in read]
+        return [chat for chat in found if chat.is_answered]
+
+    @contextmanager
+    def naming(self, index: int) -> Iterator[None]:
+        """Adds the number of a conversation in its source to an error."""
+        try:
+            yield
+        except UsageError as error:
+            raise UsageError(f"--data {self.name}, conversation {self.rows[index] + 1}: {error}") from None
+
+
+def load_vision_chats(
+    data: str, messages_column: str, images_column: str, max_samples: int | None = None
+) -> tuple[VisionChats, VisionChats]:
+    """(training conversations, evaluation conversations) with images. If the source has only one part, one conversation
+    in twenty is held out. Raises UsageError for no data, or no such column.
+
+    Args:
+        data: "shapes" (drawn images, with questions about them); a .jsonl or .parquet file; or a Hub id.
+        messages_column: name of the column with lists of messages. Their content is a text, in which `<image>` may
+            stand for an image, or a list of parts such as {"type": "image"} and {"type": "text", "text": "Why?"}.
+        images_column: name of the column with the images of a conversation in order: images of `datasets`, or paths
+            from the folder of the file. It is not needed if each part holds its image: {"type": "image", "path": ...}
+        max_samples: read so many conversations of each part as a stream.
+    """
+    if data == "shapes":
+        check_not_streamed(data, max_samples)
+        chats = shapes()
+        cut = len(chats) // HELD_OUT
+        parts = range(cut, len(chats)), range(cut)
+        return VisionChats(parts[0], chats.__getitem__, data), VisionChats(parts[1], chats.__getitem__, data)
+    splits = [_Rows(data, table, messages_column, images_column) for table in load_tables(data, ADVICE, max_samples)]
+    numbers: Sequence[Sequence[int]] = [split.find_answered(data) for split in splits]
+    if len(splits) == 1:
+        if len(numbers[0]) < 2:
+            raise UsageError(f"--data {data} has one conversation: expected 2 or more")
+        numbers = divide(numbers[0], HELD_OUT)
+    return VisionChats(numbers[0], splits[0], data), VisionChats(numbers[1], splits[-1], data)
+
+
+class _Rows:
+    """Loads conversations from a table, whose columns of messages and images have these names. `data` is for messages
+    and relative paths. Raises UsageError for columns that are missing."""
+
+    def __init__(self, data: str, table: Table, messages: str, images: str):
+        path = local_path(data)
+        self.folder = path.parent if path.is_file() else path
+        self.rows, self.messages, self.images, self.opener = table, messages, images, Opener()
+        table.check_columns({"--messages_column": messages})
+        if images not in table.column_names:
+            if of_images := [name for name, kind in table.kinds.items() if holds_images(kind)]:
+                raise UsageError(
+                    f"--data {data} has no column {images}: use --images_column with one of {', '.join(of_images)}"
+                )
+            say(f"--data {data} has no column {images}: it has no images but those in parts of its messages")
+
+    def find_answered(self, data: str) -> list[int]:
+        """The numbers of the conversations with an answer, from which something can be learnt; a line tells how many
+        have none. Raises UsageError if all have none."""
+        found = [number for number, value in enumerate(self.rows.values(self.messages)) if _may_have_an_answer(value)]
+        if not found:
+            raise UsageError(f"--data {data}: no message has the role assistant, so there is nothing to learn")
+        if missing := len(self.rows) - len(found):
+            say(f"--data {data}: {missing:,} of {len(self.rows):,} conversations have no answer: left out")
+        return found
+
+    def __call__(self, number: int) -> tuple[Messages, Images]:
+        row = self.rows[number]
+        images = row.get(self.images)
+        given = [] if images is None else images if isinstance(images, list) else [images]
+        messages, given = with_parts(row[self.messages], given)
+        return messages, [_open(image, self.folder, self.opener) for image in given]
+
+
+def _open(image: Any, folder: Path, opener: Opener) -> Image.Image:
+    """An image, a path, or a dict with "bytes" or "path", as `datasets` has it, in RGB. Raises UsageError."""
+    if isinstance(image, dict):
+        image = image.get("bytes") or image.get("path")
+    if isinstance(image, str) and (found := NO_PATH.match(image)):
+        what = "a web address" if "://" in found[0] else "base64"
+        raise UsageError(f"an image is {what}, {image[:40]} ...: expected the path of a file")
+    path = str(local_path(image, folder)) if isinstance(image, str) else ""
+    return opener(path or image, path[:200] or "an image").convert("RGB")
+
+
+def _may_have_an_answer(messages: Any) -> bool:
+    names = [name for one in messages or () if isinstance(one, dict) for name in (one.get("role"), one.get("from"))]
+    return not names or any(name in ("assistant", "gpt") for name in names)
+
+
+def with_parts(messages: Any, images: list[Any]) -> tuple[Messages, list[Any]]:
+    """(messages whose contents are lists of parts, their images in order). If no message says where the images of the
+    column stand, they come before the first question. Raises UsageError for no messages, or another number of images
+    than the messages have places for."""
+    messages = as_messages(messages)
+    contents = [_content(one) for one in messages]
+    if not any(_is_image(part) for content in contents for part in content):
+        contents = [[piece for part in content for piece in _split(part["text"])] for content in contents]
+    shown = [part for content in contents for part in content if _is_image(part)]
+    if not shown and images:
+        first = next((at for at, one in enumerate(messages) if one["role"] == "user"), 0)
+        shown = [{"type": "image"} for _ in images]
+        contents[first] = shown + contents[first]
+    plain = [
+        [{"type": "image"} if _is_image(part) else {"type": "text", "text": part["text"]} for part in content]
+        for content in contents
+    ]
+    return [one | {"content": content} for one, content in zip(messages, plain)], _match_images(shown, images)
+
+
+def _match_images(shown: list[dict[str, Any]], images: list[Any]) -> list[Any]:
+    """The image of each part that shows one: its own, that with its index, or the next of the column."""
+    found, left = [], iter(images)
+    for part in shown:
+        own = next((part[name] for name in PATHS if part.get(name)), None)
+        if own is None:
+            if others := sorted(part.keys() - {"type", "index", *PATHS}):
+                raise UsageError(f'an image has {others[0]}: expected {{"type": "image", "path": "a file"}}')
+            rest = left if "index" not in part else iter(images[max(0, part["index"]) :])
+            own = next(rest, None)
+        found.append(own)
+    is_left = next(left, None) is not None and not any("index" in part for part in shown)
+    if is_left or any(image is None for image in found):
+        raise UsageError(
+            f"{len(shown)} places for images in its messages, {len(images)} images in its column: expected the same "
+            "number, none of them empty (--images_column names the column)"
+        )
+    return found
+
+
+def _content(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """The parts of a message, without empty entries. Raises UsageError."""
+    content, expected = message.get("content"), '{"type": "image"}, or {"type": "text", "text": "Why?"}'
+    content = [{"type": "text", "text": content}] if isinstance(content, str) else [] if content is None else content
+    for part in content if isinstance(content, list) else [content]:
+        if not (isinstance(part, dict) and (_is_image(part) or isinstance(part.get("text"), str))):
+            raise UsageError(f"a part of a message is {str(part)[:60]}: expected {expected}")
+    return [{name: value for name, value in part.items() if value is not None} for part in content]
+
+
+def _is_image(part: dict[str, Any]) -> bool:
+    return part.get("type") == "image"
+
+
+def _split(text: str) -> list[dict[str, Any]]:
+    """A text as parts: a mark in it is an image."""
+    pieces = filter(None, re.split(f"({MARK})", text))
+    return [{"type": "image"} if piece == MARK else {"type": "text", "text": piece} for piece in pieces]
+
+
+COLOURS = {"red": (210, 40, 40), "green": (40, 160, 60), "blue": (50, 80, 220), "yellow": (230, 200, 40)}
+SHAPES = ("circle", "square", "triangle")
+FACTS = {"colour of grass?": "green", "colour of the sky?": "blue", "shape of a wheel?": "circle"}
+
+
+def shapes(number: int = 4000) -> list[tuple[Messages, Images]]:
+    """Conversations about one or two drawn images of several sizes, in a fixed random order. The answers are colours
+    and shapes; one conversation in ten has no image."""
+    generator = random.Random(0)
+    chats = []
+    for chat in range(number):
+        things = [(generator.choice([*COLOURS]), generator.choice(SHAPES)) for _ in range(generator.choice((1, 1, 2)))]
+        images = [_draw(*thing, generator) for thing in things]
+        messages: Messages = []
+        for which, (colour, shape) in zip(("first", "second"), things):
+            ask, reply = generator.choice((("colour", colour), ("shape", shape)))
+            messages += _turn(f"{ask} of the {which}?", reply, len(images) if not messages else 0)
+        if chat % 10 == 9:
+            question = generator.choice([*FACTS])
+            messages, images = _turn(question, FACTS[question], 0), []
+        chats.append((messages, images))
+    return chats
+
+
+def _turn(question: str, reply: str, num_images: int) -> Messages:
+    asked: list[dict[str, str]] = [{"type": "image"}] * num_images
+    return [
+        {"role": "user", "content": [*asked, {"type": "text", "text": question}]},
+        {"role": "assistant", "content": [{"type": "text", "text": reply}]},
+    ]
+
+
+def _draw(colour: str, shape: str, generator: random.Random) -> Image.Image:
+    width, height = generator.randint(32, 64), generator.randint(32, 64)
+    light = generator.randint(200, 255)
+    image = Image.new("RGB", (width, height), (light, light, light))
+    size = generator.randint(min(width, height) * 2 // 3, min(width, height) - 2)
+    left, top = generator.randint(0, width - size), generator.randint(0, height - size)
+    draw, box, fill = ImageDraw.Draw(image), (left, top, left + size - 1, top + size - 1), COLOURS[colour]
+    if shape == "circle":
+        draw.ellipse(box, fill)
+    elif shape == "square":
+        draw.rectangle(box, fill)
+    else:
+        draw.polygon([(left + size // 2, top), (left, top + size - 1), (left + size - 1, top + size - 1)], fill)
+    return image

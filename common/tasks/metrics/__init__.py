@@ -1,0 +1,1 @@
+"""Measures of an evaluation, and losses that compare samples."""

@@ -1,0 +1,237 @@
+"""Encoders of transformers that classify texts or give their vectors, and a tokenizer whose tokens are words."""
+
+import math
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from ...config import RunConfig, flag
+from ...data.collate import Padding, pad_to_longest
+from ...environment import print_once
+from ...errors import UsageError
+from ..reading.labelled import config_of_classes, names_of
+from .pooling import POOLINGS
+from .pretrained import load, runnable
+
+PADDING = -1  # in a batch of texts: no id of a token, because a text may have any of those
+PAD, UNKNOWN, FIRST, MASK = "[PAD]", "[UNK]", "[CLS]", "[MASK]"
+
+
+@dataclass(kw_only=True)
+class EncoderFlags(RunConfig):
+    """The flags of recipes that train an encoder."""
+
+    max_length: int = flag(64, "tokens of a text beyond this number are left out", minimum=1)
+    vocabulary: int = flag(4096, "number of words that the model from scratch knows", minimum=4)
+    num_layers: int = flag(2, "encoder layers", minimum=1)
+    num_heads: int = flag(4, "attention heads", minimum=1)
+    hidden_size: int = flag(64, "width of the model", minimum=1)
+    dropout: float = flag(0.0, "probability of dropout; its masks depend on --micro_batch_size", minimum=0, below=1)
+    model_name_or_path: str | None = flag(None, "continue from this encoder and its tokenizer (folder or Hub id)")
+    trust_remote_code: bool = flag(False, "run Python code that the model brings: read it first")
+
+
+def small_bert(
+    config: EncoderFlags,
+    make: Callable[[BertConfig], PreTrainedModel],
+    texts: Iterable[str],
+    classes: list[str] | None = None,
+) -> tuple[PreTrainedModel, Any]:
+    """(a BERT from scratch, its tokenizer, whose tokens are words of these texts, or those of an earlier run that is
+    evaluated). Raises UsageError for sizes that do not divide."""
+    if config.hidden_size % config.num_heads:
+        raise UsageError(
+            f"--hidden_size {config.hidden_size} does not divide into {config.num_heads} heads: use "
+            f"--hidden_size {max(1, config.hidden_size // config.num_heads) * config.num_heads}"
+        )
+    shape = BertConfig(
+        vocab_size=config.vocabulary,
+        hidden_size=config.hidden_size,
+        intermediate_size=4 * config.hidden_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        max_position_embeddings=config.max_length,
+        hidden_dropout_prob=config.dropout,
+        attention_probs_dropout_prob=config.dropout,
+        **({} if classes is None else config_of_classes(classes)),
+    )
+    model = make(shape)
+    model.config.architectures = [type(model).__name__]
+    freeze_key_biases(model)
+    always_mask(model)
+    if config.evaluate_only:
+        return model, load_exported_tokenizer(config.output_dir / "model", classes)
+    return model, word_tokenizer(texts, config.vocabulary, masks=isinstance(model, BertForMaskedLM))
+
+
+def load_encoder(kind: Any, name_or_path: str, max_length: int, **options: Any) -> tuple[PreTrainedModel, Any]:
+    """Loads an encoder in float32 and its tokenizer. Raises UsageError for no encoder or tokenizer there, weights that
+    do not fit, no token for padding, or too few positions.
+
+    Args:
+        kind: a class with `from_pretrained`, such as `AutoModel`. If it has a head that the model lacks, or that is for
+            another number of classes, the head is new.
+        name_or_path: folder or Hub id.
+        max_length: tokens of the longest text.
+        options: for `from_pretrained`, such as `id2label` and `label2id` of the classes, and `trust_remote_code`.
+    """
+    model, tokenizer, new = load(kind, name_or_path, "encoder", **options)
+    if new:
+        print_once(f"new weights: {', '.join(new[:4])}{' ...' * (len(new) > 4)}")
+    if tokenizer.pad_token_id is None:
+        raise UsageError(
+            f"--model_name_or_path {name_or_path}: its tokenizer has no token for padding: use the path of an encoder"
+        )
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = tokenizer.pad_token_id
+    # RoBERTa has two positions more than it takes tokens; its tokenizer knows. XLNet has -1.
+    limits = (getattr(model.config, "max_position_embeddings", None), tokenizer.model_max_length)
+    longest = min((limit for limit in limits if limit and limit > 0), default=max_length)
+    if max_length > longest:
+        raise UsageError(
+            f"--max_length {max_length} exceeds the model's {longest} positions: use --max_length {longest}"
+        )
+    freeze_key_biases(model)
+    always_mask(model)
+    return model, tokenizer
+
+
+def always_mask(model: PreTrainedModel) -> None:
+    """Gives PyTorch's attention a mask for each batch. transformers leaves it out where no text is padded, and reads
+    from the device for that in each forward pass. config.json does not get the name."""
+
+    def mask(*args: Any, allow_is_bidirectional_skip: bool = True, **kwargs: Any) -> Tensor | None:
+        return sdpa_mask(*args, allow_is_bidirectional_skip=False, **kwargs)
+
+    if model.config._attn_implementation == "sdpa" and model._supports_attention_backend:
+        AttentionInterface.register("masked_sdpa", sdpa_attention_forward)
+        AttentionMaskInterface.register("masked_sdpa", mask)
+        model.config._attn_implementation = "masked_sdpa"
+
+
+def freeze_key_biases(model: nn.Module) -> None:
+    """Freezes the key biases of an encoder. They add one number to all scores of a query, so their gradient is zero but
+    for rounding. Adam would turn the rounding into steps, which differ between layouts. Where the keys are turned by
+    their positions, or there is no softmax, the gradient is real."""
+    if any(
+        "rot" in name or "rope" in name or type(module).__name__.startswith(("RoFormer", "Yoso"))
+        for name, module in model.named_modules()
+    ):
+        return
+    for name, weight in model.named_parameters():
+        if name.endswith(("key.bias", "k_proj.bias", "k_lin.bias", "attn.k.bias")):  # k_lin: DistilBERT, attn.k: MPNet
+            weight.requires_grad_(False)
+
+
+@torch.no_grad()
+def pad_texts(model: PreTrainedModel, tokenizer: Any) -> Padding:
+    """A `collate_fn` for texts, with padding that changes no value of a text: on the right, with the token of the
+    tokenizer or that for which the head looks; or on the left, as for XLNet, whose head reads the last position. A line
+    says it if it changes values in any case."""
+    tokens = torch.tensor([tokenizer("a a")["input_ids"]])
+    usual = tokenizer.pad_token_id
+
+    def values(pad: int, left: int, right: int) -> Tensor:
+        padded, mask = (
+            F.pad(each, (left, right), value=value) for each, value in ((tokens, pad), (torch.ones_like(tokens), 0))
+        )
+        return model(input_ids=padded, attention_mask=mask)[0]
+
+    ways = [way for way in ((usual, 0, 2), (model.config.pad_token_id, 0, 2), (usual, 2, 0)) if way[0] >= 0]
+    fitting = ways[:1]
+    with suppress(Exception), runnable(model):  # one that cannot take the text says so in the run
+        alone = values(usual, 0, 0)
+        fitting = [way for way in ways if torch.allclose(values(*way), alone, 1e-3, 1e-5)]
+    if not fitting:
+        print_once(f"{type(model).__name__} sees padding: the result depends on --micro_batch_size")
+    pad, left, _ = (fitting or ways)[0]
+    if left:
+        tokenizer.padding_side = "left"  # goes with the export
+    return pad_to_longest({"input_ids": pad}, side="left" if left else "right")
+
+
+class Embedder(nn.Module):
+    """Vectors of length 1, which an encoder's last hidden states make.
+
+    The encoder has the name that it has in transformers' models with heads, so that `AutoModel` loads the export. One
+    with adapters has PEFT's name.
+
+    Args:
+        encoder: a model of transformers, perhaps from `with_adapters`.
+        pad: token that the encoder gets in the place of padding.
+        temperature: at the start.
+        pooling: a key of `POOLINGS`.
+    """
+
+    def __init__(self, encoder: Any, pad: int, temperature: float, pooling: str = "mean"):
+        super().__init__()
+        self.config, self._no_split_modules = encoder.config, encoder._no_split_modules
+        self.name, self.pad, self.pooling = encoder.base_model_prefix, pad, POOLINGS[pooling]
+        if (adapter := getattr(encoder, "peft_adapter", None)) is not None:
+            self.name, encoder, self.peft_adapter = "base_model", encoder.base_model, adapter
+            adapter.settings.task_type = "FEATURE_EXTRACTION"
+        self.add_module(self.name, encoder)
+        self.log_scale = nn.Parameter(torch.tensor([-math.log(temperature)]))
+
+    def forward(self, *texts: Tensor) -> tuple[Tensor, ...]:
+        """(vectors of the queries, of the documents, and of each column of negatives; 1 / temperature for each pair)"""
+        return *map(self.vectors, texts), self.log_scale.exp().expand(len(texts[0]))
+
+    def vectors(self, tokens: Tensor) -> Tensor:
+        """(batch, length), filled up with `PADDING` -> (batch, hidden)"""
+        mask = (tokens != PADDING).long()
+        given = {"input_ids": tokens.masked_fill(tokens == PADDING, self.pad), "attention_mask": mask}
+        hidden = self.get_submodule(self.name)(**given).last_hidden_state.float()
+        return F.normalize((hidden * self.pooling(mask)[..., None]).sum(1), dim=-1)  # the mean's length does not matter
+
+
+def word_tokenizer(texts: Iterable[str], num_tokens: int, masks: bool = False) -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are the most frequent words of the training texts, in lower case; a digit or a
+    punctuation mark is a word. The first token of a text is [CLS], also of each in a pair. The vocabulary has
+    `num_tokens`, with three special ones, and [MASK] if it `masks`."""
+    special = [PAD, UNKNOWN, FIRST] + [MASK] * masks
+    tokenizer = Tokenizer(models.WordLevel(unk_token=UNKNOWN))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation(), pre_tokenizers.Digits(individual_digits=True)]
+    )
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.WordLevelTrainer(vocab_size=num_tokens, special_tokens=special, min_frequency=2, show_progress=False),
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{FIRST} $A", pair=f"{FIRST} $A {FIRST}:1 $B:1", special_tokens=[(FIRST, 2)]
+    )
+    named = {"pad_token": PAD, "unk_token": UNKNOWN, "cls_token": FIRST} | ({"mask_token": MASK} if masks else {})
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=10**6, **named)
+
+
+def load_exported_tokenizer(folder: Path, classes: list[str] | None = None) -> Any:
+    """The tokenizer beside an exported encoder. Raises UsageError if there is none, or if its classes differ."""
+    try:
+        there = names_of(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError):
+        raise UsageError(f"no exported encoder in {folder}: train first, or use the --output_dir of a run") from None
+    if classes is not None and there != classes:
+        raise UsageError(f"the classes are {', '.join(there)} in {folder}, and {', '.join(classes)} in the data")
+    return tokenizer

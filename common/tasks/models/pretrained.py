@@ -1,0 +1,266 @@
+"""Models of transformers from a folder or the Hub."""
+
+import copy
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from safetensors import safe_open
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers.dynamic_module_utils import custom_object_save
+from transformers.quantizers import AutoQuantizationConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
+
+from ...environment import print_once
+from ...errors import UsageError, first_line
+from ...files import check_is_pulled
+from ...weights.on_disk import leave_on_disk, on_disk, with_random_weights
+from .tokenization import tokenizer_of
+
+TYPES = ("F64", "F32", "F16", "BF16")  # of safetensors, whose numbers are the weights themselves
+PLAIN = "use the path of the model of which it was made, with weights in float32, bfloat16 or float16"
+
+
+def load(
+    kind: Any, name_or_path: str, expected: str, reads: Any = AutoTokenizer, **options: Any
+) -> tuple[Any, Any, list[str]]:
+    """Loads a model in float32 and its tokenizer. transformers prints nothing.
+
+    If safetensors files hold exactly the weights of the model, the weights stay on disk until `fit` fills each process.
+    Raises UsageError for no such model or tokenizer there, or damaged files.
+
+    Args:
+        kind: a class with `from_pretrained`, such as `AutoModelForCausalLM`.
+        name_or_path: folder or Hub id.
+        expected: what should be there, for the message.
+        reads: `AutoTokenizer`, or `AutoProcessor` if the model sees images; None for no tokenizer.
+        options: for `from_pretrained`; and `tokenizer_path`, if the tokenizer is elsewhere. Code that the model brings
+            runs if `trust_remote_code` is there and true.
+
+    Returns:
+        (model, tokenizer, names of the weights that are new: the files lack them, or have heads of another shape)
+    """
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    has_flag, trust = "trust_remote_code" in options, {"trust_remote_code": options.pop("trust_remote_code", False)}
+    tokenizer_path = options.pop("tokenizer_path", name_or_path)
+    options |= {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True, **trust}
+    try:
+        tokenizer = reads.from_pretrained(tokenizer_path, **trust) if reads else None
+        config = AutoConfig.from_pretrained(name_or_path, **trust)
+        options |= (dequantized := _undo_quantization(config))
+        model, info = kind.from_pretrained(name_or_path, device_map={"": "meta"}, **options)
+        folder = Folder(files_of(name_or_path))  # they are here now
+        if dequantized or not _left_on_disk(model, folder):
+            model, info = kind.from_pretrained(name_or_path, **options)
+        _check_types(model, folder, bool(dequantized))
+        _check_rows(model, tokenizer)
+    except UsageError as error:
+        raise UsageError(f"--model_name_or_path {name_or_path}: {error}") from None
+    except Exception as error:  # the library and its network stack raise dozens of types
+        for path in Path(name_or_path).glob("*") if Path(name_or_path).is_dir() else ():
+            check_is_pulled(path)
+        if "trust_remote_code" in str(error):  # transformers would ask, in each process, if it were not told
+            advice = "read it, and use --trust_remote_code to run it" if has_flag else "this recipe does not run it"
+            raise UsageError(f"--model_name_or_path {name_or_path} brings Python code of its own: {advice}") from None
+        is_video = "video processor" in str(error) and find_spec("torchvision") is None
+        needs = "; run pip install torchvision" if is_video else ""
+        raise UsageError(
+            f"--model_name_or_path {name_or_path}: no {expected} there ({first_line(error)}{needs})"
+        ) from None
+    finally:
+        logging.set_verbosity(verbosity)
+    misfits = sorted(name for name, *_ in info["mismatched_keys"])
+    if body := [name for name in misfits if name.startswith(f"{model.base_model_prefix}.")]:
+        raise UsageError(
+            f"--model_name_or_path {name_or_path}: {len(body)} weights do not fit config.json, such as {body[0]}: use "
+            f"the path of another {expected}"
+        )
+    if config.dtype in (torch.bfloat16, torch.float16):
+        model.config.dtype = config.dtype  # that of the exported weights
+        name = str(config.dtype).removeprefix("torch.")
+        print_once(f"{name_or_path} is in {name}: trained in float32, exported in {name} again (--export_dtype)")
+    if type(model)._auto_class is not None:  # its code goes with the export, from where it is loaded
+        own = f"{type(model).__module__.rpartition('.')[2]}.{type(model).__name__}"
+        model.config.auto_map = (model.config.auto_map or {}) | {type(model)._auto_class: own}
+    return model, tokenizer, sorted(info["missing_keys"]) + misfits
+
+
+def export_of(model: Any, processor: Any, files: Mapping[str, Any] | None = None) -> Callable[[Path], None]:
+    """Makes the function with which `fit` writes files beside the exported weights: those of the tokenizer or
+    processor, the Python code that the model brought, and {path in the folder: content of a JSON file}."""
+
+    def export(folder: Path) -> None:
+        processor.save_pretrained(folder)
+        brought = [module for module in model.modules() if getattr(module, "_auto_class", None) is not None]
+        if brought and not hasattr(model, "peft_adapter"):  # adapters name their base, which has it
+            custom_object_save(brought[0], folder)
+        for name, content in (files or {}).items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+    return export
+
+
+def exported_pipeline(task: str, output_dir: Path) -> Any:
+    """transformers' pipeline of a task with the model that a run has exported. Raises UsageError if there is none."""
+    from transformers import pipeline  # takes seconds
+
+    return pipeline(task, model=exported_folder(output_dir))
+
+
+def exported_model(kind: Any, output_dir: Path) -> tuple[Any, Any]:
+    """(the model that a run has exported, its tokenizer), for `--predict`. Raises UsageError if there is none."""
+    logging.disable_progress_bar()
+    folder = exported_folder(output_dir)
+    return kind.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+
+
+def exported_folder(output_dir: Path) -> str:
+    """Where a run has exported a model of transformers. Raises UsageError if it has not."""
+    folder = output_dir / "model"
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"no model in {folder}: train first (the same command without --predict)")
+    return str(folder)
+
+
+def _undo_quantization(config: Any) -> dict[str, Any]:
+    """The option with which transformers computes the weights of a quantized model; empty for one that is not. Raises
+    UsageError if it cannot."""
+    parts = config, config.get_text_config()
+    given = next((found for part in parts if (found := getattr(part, "quantization_config", None))), None)
+    if given is None:
+        return {}
+    try:
+        settings = AutoQuantizationConfig.from_dict(given)
+        settings.dequantize = settings.dequantize or True
+    except Exception:  # a method that transformers does not know, or whose package is missing, or that stays quantized
+        method = given.get("quant_method", "in an unknown way")
+        raise UsageError(f"its weights are quantized ({method}): {PLAIN}") from None
+    return {"quantization_config": settings}
+
+
+def _check_types(model: PreTrainedModel, folder: "Folder", dequantized: bool) -> None:
+    """Raises UsageError if numbers in the files need a scale that nobody applied, or a loaded weight is none of
+    float32."""
+    weights = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
+    stored = {
+        kind
+        for name, kind in folder.types.items()
+        if kind not in TYPES and (kind.startswith("F") or name.rpartition(".")[2] in weights)
+    }
+    loaded = {str(weight.dtype) for weight in model.parameters() if weight.is_floating_point()} - {"torch.float32"}
+    if (stored and not dequantized) or loaded or getattr(model, "is_quantized", False):
+        raise UsageError(f"its weights are quantized ({', '.join(sorted(stored | loaded))}): {PLAIN}")
+
+
+def _check_rows(model: PreTrainedModel, tokenizer: Any) -> None:
+    """Raises UsageError if a token of the tokenizer, or of a processor's, has no row in the embedding. Special tokens
+    without a task of their own become text: the Gemma 3 that sees no images has one for images."""
+    try:
+        num_rows = model.get_input_embeddings().num_embeddings
+    except (AttributeError, NotImplementedError):  # it embeds in another way, as CANINE hashes characters
+        return
+    plain = tokenizer_of(tokenizer)
+    tokens = plain.get_vocab() if plain is not None else {}
+    without = sorted((token for token, number in tokens.items() if number >= num_rows), key=tokens.__getitem__)
+    if not without:
+        return
+    named = {str(getattr(plain, name)) for name in plain.SPECIAL_TOKENS_ATTRIBUTES}
+    extra = {str(each) for each in plain.added_tokens_decoder.values() if each.special} - named
+    in_template = any(token in str(plain.chat_template) for token in without)
+    if not extra.issuperset(without) or not plain.is_fast or plain is not tokenizer or in_template:
+        raise UsageError(
+            f"its tokenizer has the token {without[-1]!r} with the id {tokens[without[-1]]}, the model has {num_rows} "
+            "rows for tokens: use the path of a model with its own tokenizer"
+        )
+    content = json.loads(plain.backend_tokenizer.to_str())
+    content["added_tokens"] = [each for each in content["added_tokens"] if each["content"] not in without]
+    plain._tokenizer = Tokenizer.from_str(json.dumps(content))
+    print_once(f"the model has no row for {', '.join(without)}: the tokenizer reads that as text")
+
+
+class Folder:
+    """Reads the weights in safetensors files, as a `TensorReader`. A whole tensor is a map of its file. `types` has
+    their types in the words of safetensors."""
+
+    def __init__(self, paths: list[str]):
+        files = [safe_open(path, "pt") for path in paths]
+        self._file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118  # not a dict
+        self.tensors: dict[str, dict[str, Any]] = {
+            name: {"shape": file.get_slice(name).get_shape()} for name, file in self._file_of.items()
+        }
+        self.types = {name: file.get_slice(name).get_dtype() for name, file in self._file_of.items()}
+
+    def tensor(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
+        """Reads a tensor, or its range of `sizes` from `offsets`, onto the CPU."""
+        if not offsets or sizes is None:
+            return self._file_of[name].get_tensor(name)
+        return self._file_of[name].get_slice(name)[tuple(slice(at, at + size) for at, size in zip(offsets, sizes))]
+
+
+def files_of(name_or_path: str) -> list[str]:
+    """The safetensors files that `from_pretrained` has read; empty if it has read others."""
+    find = partial(cached_file, name_or_path, local_files_only=True, _raise_exceptions_for_missing_entries=False)
+    if single := find(SAFE_WEIGHTS_NAME):
+        return [single]
+    index = find(SAFE_WEIGHTS_INDEX_NAME)
+    names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values())) if index else []
+    return [str(find(name)) for name in names]
+
+
+def _left_on_disk(model: PreTrainedModel, folder: Folder) -> bool:
+    """Whether the files hold the weights of a model on the meta device, one tensor for each, unchanged. Then each
+    weight knows its place, and the buffers have their values."""
+    if getattr(model, "_weight_conversions", None):
+        return False
+    prefix = f"{model.base_model_prefix}."
+    for name, weight in model.state_dict(keep_vars=True).items():
+        keys = (name, name.removeprefix(prefix), prefix + name)
+        key = next((key for key in keys if folder.tensors.get(key) == {"shape": list(weight.shape)}), None)
+        if key is not None and isinstance(weight, nn.Parameter):
+            leave_on_disk(weight, folder, key)
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
+    if any(name in folder.tensors and other in folder.tensors for name, other in tied.items()):
+        return False  # they may differ
+    try:
+        with init_empty_weights():  # for the buffers that the constructor computes
+            built = type(model)(copy.deepcopy(model.config))
+        for name, module in built.named_modules():
+            if module._buffers.keys() & module._non_persistent_buffers_set:
+                model.get_submodule(name)._buffers.update(module._buffers)
+        on_disk(model)
+    except Exception:  # such as a constructor that reads its weights, or a weight that is not there
+        return False
+    return not any(tensor.is_meta for tensor in model.buffers())
+
+
+@contextmanager
+def runnable(model: PreTrainedModel) -> Iterator[None]:
+    """Makes a model run in evaluation, even if its weights are still on disk: with random weights, and only the first
+    few layers, one of each type among them."""
+    training, cut = model.training, list[tuple[nn.ModuleList, Any]]()
+    if on_disk(model):
+        config = model.config.get_text_config()
+        types = getattr(config, "layer_types", None) or [None]
+        num_kept = 1 + max(types.index(kind) for kind in types)
+        for layers in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
+            if len(layers) == config.num_hidden_layers:
+                cut.append((layers, layers._modules))
+                layers._modules = dict(list(layers._modules.items())[:num_kept])
+    try:
+        with with_random_weights(model.eval()):  # of those on disk
+            yield
+    finally:
+        for layers, modules in cut:
+            layers._modules = modules
+        model.train(training)

@@ -1,0 +1,1 @@
+"""Natural language: blocks of tokens, classes, pairs, tags, questions and translations."""

@@ -1,0 +1,147 @@
+"""Pairs of texts that belong together: embedded, in a file, or on the Hub."""
+
+import ast
+import hashlib
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from ...data.facts import say
+from ...errors import UsageError
+from ..models.tokenization import rows_with_tokens
+from ..reading.rows import Table, rows_with_text
+from ..reading.sources import HELD_OUT, STDLIB, divide, load_tables
+
+# Modules and packages that Python 3.11 to 3.13 have, without parts that a distribution may leave out.
+MODULES = (
+    "asyncio collections datetime doctest email enum http imaplib importlib inspect ipaddress logging mailbox "
+    "multiprocessing pathlib pdb pydoc statistics tarfile threading typing unittest urllib xml zipfile _pydecimal _pyio"
+)
+FEWEST_WORDS = 4  # of a docstring: fewer say too little
+ADVICE = "use --data stdlib for the embedded pairs, or the path of a .csv, .jsonl or .parquet file"
+
+
+class Pair(NamedTuple):
+    """Texts that belong together: a query, its document, and negatives, documents that are wrong. Or two texts and how
+    much they are alike."""
+
+    texts: tuple[str, ...]
+    score: float | None = None
+
+
+class EncodedPairs(Dataset):
+    """Samples {"query": int64 of shape (length,), "document", "negative_1", ...: the same; "text_ids": int64 of shape
+    (texts,), the same for equal texts; and "score": float32, 0-dim, if the pairs have one}.
+
+    Args:
+        pairs: of as many texts each.
+        tokenizer: a tokenizer of transformers.
+        max_length: tokens beyond this number are left out.
+        prompts: {"query": text before each query, "document": text before each other text}
+    """
+
+    def __init__(self, pairs: list[Pair], tokenizer: Any, max_length: int, prompts: dict[str, str]):
+        self.names = text_names([pairs])
+        begins = [prompts["query" if name == "query" else "document"] for name in self.names]
+        # Outer white space goes, as in sentence-transformers.
+        texts = [[(begin + pair.texts[at]).strip() for pair in pairs] for at, begin in enumerate(begins)]
+        encoded = [tokenizer(column, truncation=True, max_length=max_length)["input_ids"] for column in texts]
+        kept = rows_with_tokens(*encoded)
+        self.columns = [[torch.tensor(tokens[row]) for row in kept] for tokens in encoded]
+        self.pairs = [pairs[row] for row in kept]
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        texts, score = self.pairs[index]
+        sample = {name: column[index] for name, column in zip(self.names, self.columns)}
+        digests = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
+        sample["text_ids"] = torch.tensor([int.from_bytes(digest, "big", signed=True) for digest in digests])
+        return sample if score is None else sample | {"score": torch.tensor(score)}
+
+
+def text_names(parts: list[list[Pair]]) -> list[str]:
+    """The names of the texts of each pair. Raises UsageError if parts of the data have other numbers of negatives."""
+    numbers = {len(part[0].texts) for part in parts}
+    if len(numbers) > 1:
+        raise UsageError("parts of --data have other columns of negatives: name those to use with --negative_column")
+    return ["query", "document", *(f"negative_{number}" for number in range(1, numbers.pop() - 1))]
+
+
+def load_pairs(
+    data: str,
+    query_column: str = "query",
+    document_column: str = "document",
+    negative_column: str | None = None,
+    score_column: str | None = None,
+) -> tuple[list[Pair], list[Pair]]:
+    """(training pairs, evaluation pairs) of texts. If the source has only one part, one pair in ten is held out. Raises
+    UsageError for no data, no such column, a score that is no number, or fewer than two pairs in a part.
+
+    Args:
+        data: "stdlib" (docstrings of Python's standard library, each with its function); or what `load_tables` takes.
+        query_column: name of the column with the first texts.
+        document_column: name of the column with the second texts.
+        negative_column: names of columns with wrong documents, with commas between them; None for those that are called
+            negative, or negative_1 and so on.
+        score_column: name of a column with numbers that say how much the two texts are alike; then nothing is wrong.
+    """
+    if data == "stdlib":
+        if negative_column or score_column:
+            raise UsageError("--data stdlib has no negatives and no scores: use the path of a file that has them")
+        parts = [_standard_library()]
+    else:
+        columns = query_column, document_column, negative_column, score_column
+        parts = [_rows(table, *columns) for table in load_tables(data, ADVICE)]
+    if len(parts) == 1:
+        parts = divide(parts[0])
+    train, evaluation = parts
+    if min(len(train), len(evaluation)) < 2:
+        raise UsageError(
+            f"--data {data} has {len(train)} training and {len(evaluation)} evaluation pairs: expected two or more of "
+            f"both, so {2 * HELD_OUT} rows if it has no evaluation part"
+        )
+    return train, evaluation
+
+
+def documented_functions() -> Iterator[tuple[ast.FunctionDef | ast.AsyncFunctionDef, str]]:
+    """(function, its docstring) of `MODULES`. They differ a little between versions of Python."""
+    for name in MODULES.split():
+        for path in [STDLIB / f"{name}.py", *sorted((STDLIB / name).rglob("*.py"))]:
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if path.is_file() else ():
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and len(node.body) > 1:
+                    docstring = ast.get_docstring(node) or ""
+                    if len(docstring.split("\n\n")[0].split()) >= FEWEST_WORDS:
+                        yield node, docstring
+
+
+def _standard_library() -> list[Pair]:
+    """The first paragraph of each function's docstring, and the function without it. A docstring that several functions
+    share counts once."""
+    pairs = dict[str, str]()
+    for node, docstring in documented_functions():
+        del node.body[0]
+        pairs.setdefault(" ".join(docstring.split("\n\n")[0].split()), ast.unparse(node))
+    return [Pair(texts) for texts in pairs.items()]
+
+
+def _rows(table: Table, query: str, document: str, negative: str | None, score: str | None) -> list[Pair]:
+    found = [name for name in table.column_names if re.fullmatch(r"negative(_\d+)?", name) and score is None]
+    negatives = found if negative is None else [name.strip() for name in negative.split(",") if name.strip()]
+    table.check_columns({"--query_column": query, "--document_column": document})
+    for name in negatives:
+        table.check_columns({"--negative_column": name})
+    if score is None:
+        if negatives:
+            say(f"--data {table.name}: negatives in {', '.join(negatives)}")
+        return [Pair(texts) for texts in rows_with_text(table, query, document, *negatives)]
+    table.check_columns({"--score_column": score})
+    if negatives:
+        raise UsageError("--score_column says how much two texts are alike: leave out --negative_column")
+    rows = rows_with_text(table, query, document, beside=[*table.numbers(score)])
+    return [Pair(tuple(texts), number) for *texts, number in rows]

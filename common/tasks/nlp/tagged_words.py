@@ -1,0 +1,198 @@
+"""Words with a tag each, in CoNLL files, in a table or on the Hub; and the entities that tags make."""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+from ...data.facts import count_by_class, say
+from ...errors import UsageError
+from ..models.causal_lm import IGNORED
+from ..reading.labelled import Labelled, flatten
+from ..reading.rows import Table, text_of_cell
+from ..reading.sources import TABLES, divide, files_of_folder, load_tables, walk
+from ..reading.text_files import Place, ending_of, local_path, open_text
+
+CONLL = dict.fromkeys((".conll", ".conllu", ".bio", ".iob", ".iob2", ".txt", ".tsv"), "CoNLL")
+ADVICE = (
+    f"use --data stdlib, or the path of a .jsonl or .parquet file, or of one with a word a line: {', '.join(CONLL)}"
+)
+
+Sentence = tuple[list[str], list[str]]  # words, and the tag of each
+
+
+class EncodedWords(Dataset):
+    """Samples {"input_ids", "labels": int64 of shape (length,); "weight": float32, 0-dim}. The first token of a word
+    has its tag as label, all others `IGNORED`. The weight is the number of words. A sample without one is left out.
+
+    Args:
+        source: words, and tuples of the numbers of their tags.
+        tokenizer: a tokenizer of transformers that knows which token is of which word.
+        max_length: tokens beyond this number are left out. A line counts their words.
+    """
+
+    def __init__(self, source: Labelled, tokenizer: Any, max_length: int):
+        if not tokenizer.is_fast:
+            raise UsageError("its tokenizer does not say which token is of which word: use a model with tokenizer.json")
+        encoded = tokenizer([*source.samples], is_split_into_words=True, truncation=True, max_length=max_length)
+        self.samples, lost = list[dict[str, Tensor]](), 0
+        for row, tags in enumerate(source.labels):
+            words = encoded.word_ids(row)
+            pairs = zip([None, *words], words)  # of each token, and of the one before it
+            labels = [IGNORED if word is None or word == before else tags[word] for before, word in pairs]
+            number = len({*words} - {None})
+            lost += len(tags) - number
+            if number:
+                tokens = torch.tensor(encoded["input_ids"][row])
+                self.samples.append(
+                    {"input_ids": tokens, "labels": torch.tensor(labels), "weight": torch.tensor(float(number))}
+                )
+        if lost:
+            say(f"{lost:,} of {len(flatten(source.labels)):,} words have no token up to --max_length: left out")
+        if not self.samples:
+            raise UsageError("no sentence has a word with a token: look at the columns that the flags name")
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self.samples[index]
+
+
+class Entities:
+    """Counts the entities that tags make, as seqeval does: B-X and I-X (BIO), or with L- and U- (BILOU), or E- and S-.
+
+    An entity ends where its type does. I- without a B- before it begins one. A tag without such a mark is an entity of
+    one word, O is none. `classes` are the tags in the order of their numbers, `types` those of entities."""
+
+    def __init__(self, classes: list[str]):
+        pairs = [(name[0], name[2:]) if re.match("[BILUES]-.", name) else ("S", name) for name in classes]
+        marks, kinds = zip(*pairs)
+        self.types = sorted({*kinds} - {"O"})
+        numbers = {"O": 0} | {kind: number for number, kind in enumerate(self.types, start=1)}
+        self.kinds = torch.tensor([numbers[kind] for kind in kinds])
+        self.opens, self.continues = (torch.tensor([mark in some for mark in marks]) for some in ("BI", "ILE"))
+
+    def count(self, predicted: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """{"entities", "predicted_entities", "right_entities": int64 of shape (batch, types)}. Both arguments hold
+        numbers of tags, of shape (batch, length); where `labels` is `IGNORED` there is no word."""
+        beyond, order = (labels == IGNORED).int().sort(dim=1, stable=True)  # the words first, in their order
+        real, ours = (self._find(tags.gather(1, order).clamp(min=0), beyond) for tags in (labels, predicted))
+        right = real[0] * (real == ours).all(0)
+        return {
+            name: F.one_hot(kinds, 1 + len(self.types)).sum(1)[:, 1:]
+            for name, kinds in (("entities", real[0]), ("predicted_entities", ours[0]), ("right_entities", right))
+        }
+
+    def _find(self, tags: Tensor, beyond: Tensor) -> Tensor:
+        """(the type of the entity that begins at each place, or 0; where the entity ends that is there), stacked."""
+        kinds, opens, continues = (each.to(tags.device)[tags] for each in (self.kinds, self.opens, self.continues))
+        kinds = kinds.masked_fill(beyond > 0, 0)
+        goes_on = opens[:, :-1] & continues[:, 1:] & (kinds[:, :-1] == kinds[:, 1:])
+        begins = kinds * ~F.pad(goes_on, (1, 0))
+        places = torch.arange(tags.shape[1], device=tags.device).expand_as(tags)
+        ends = places.masked_fill(F.pad(goes_on, (0, 1)), tags.shape[1])
+        return torch.stack([begins, ends.flip(1).cummin(1).values.flip(1)])
+
+    def measures(self, examples: dict[str, Tensor]) -> dict[str, float]:
+        """For `examples` of `fit`: precision, recall and F1 of all entities, and F1 of each type."""
+        real, ours, right = (examples[f"{what}entities"].sum(0).double() for what in ("", "predicted_", "right_"))
+        each = dict(zip(self.types, (2 * right / (real + ours).clamp(min=1)).tolist()))
+        found = {"precision": right.sum() / ours.sum().clamp(min=1), "recall": right.sum() / real.sum().clamp(min=1)}
+        found["f1"] = 2 * right.sum() / (real + ours).sum().clamp(min=1)
+        return {name: float(value) for name, value in found.items()} | {f"f1_{kind}": f1 for kind, f1 in each.items()}
+
+
+def load_tagged_words(
+    data: str, word_column: str, tag_column: str, embedded: Callable[[], list[Sentence]]
+) -> tuple[Labelled, Labelled]:
+    """(training sentences, evaluation sentences): lists of words, and a tuple with the number of each word's tag. If
+    the source has only one part, one in ten is held out. Raises UsageError for no data, no such column, a word without
+    a tag, or an empty part.
+
+    Args:
+        data: "stdlib", for what `embedded` gives; a CoNLL file, or a folder of such; or what `load_tables` takes.
+        word_column, tag_column: names of columns with lists, or with texts that white space divides. The columns of
+            CoNLL files are called 1, 2, ...; without such names the first one has the words, the last one the tags.
+    """
+    names: list[str] = []
+    if data == "stdlib":
+        parts = [embedded()]
+    elif files := _conll_files(data):
+        columns = word_column, tag_column
+        parts = [[sentence for place in places for sentence in _sentences(place, *columns)] for places in files]
+    else:
+        tables = load_tables(data, ADVICE)
+        parts = [_rows(table, word_column, tag_column) for table in tables]
+        names = getattr(getattr(tables[0].kinds.get(tag_column), "feature", None), "names", names)
+    if len(parts) == 1:
+        parts = divide(parts[0])
+    if not all(parts):
+        raise UsageError(f"--data {data} has no sentences for training or evaluation: expected two or more")
+    classes = names or sorted({tag for part in parts for _, tags in part for tag in tags})
+    train, evaluation = (
+        Labelled.of_names([words for words, _ in part], [tags for _, tags in part], classes) for part in parts
+    )
+    say(f"--data {data}: {count_by_class(classes, flatten(train.labels + evaluation.labels))}")
+    if "O" not in classes:
+        say(f"--data {data}: no tag is O: precision, recall and F1 count each word")
+    return train, evaluation
+
+
+def _conll_files(data: str) -> list[list[Place]]:
+    """The files with a word a line of each split; empty if the data are rows of tables. Raises UsageError."""
+    path = local_path(data)
+    if ending_of(path) in CONLL and not path.exists():  # no Hub id
+        raise UsageError(f"--data {data}: no such file; {ADVICE}")
+    if path.is_dir() and not {ending_of(name) for name in walk(path)[0]} & {*TABLES} - {*CONLL}:
+        return [*files_of_folder(data, path, CONLL, ADVICE).splits.values()][:2]
+    return [[path]] if path.is_file() and ending_of(path) in CONLL else []
+
+
+def _sentences(place: Place, word_column: str, tag_column: str) -> Iterator[Sentence]:
+    """The sentences of a CoNLL file: a word a line, an empty line after each sentence, columns divided by tabs, or else
+    by white space. Raises UsageError."""
+    with open_text(place, None) as file:
+        lines = [line.rstrip("\n") for line in file]
+    first = next((line for line in lines if line.strip() and line[0] != "#"), "")
+    separator = "\t" if "\t" in first else None
+    names = [str(number + 1) for number in range(len(first.split(separator)))]
+    at = [names.index(name) if name in names else default for name, default in ((word_column, 0), (tag_column, -1))]
+    if len(names) < 2:
+        raise UsageError(f"{place}: expected a word and its tag in a line, found {first.strip()[:40]!r}")
+    words, tags = list[str](), list[str]()
+    for number, line in enumerate([*lines, ""], start=1):
+        cells = line.split(separator)
+        is_text = re.match(r"\d+[-.]\d+\t", line) and ending_of(place) == ".conllu"  # of several words, or none
+        if line.startswith("-DOCSTART-") or is_text or (line[:1] == "#" and len(cells) != len(names)):
+            continue
+        if line.strip() and len(cells) != len(names):
+            raise UsageError(f"{place}, line {number} has {len(cells)} columns: expected {len(names)} as in the others")
+        if line.strip():
+            words.append(cells[at[0]])
+            tags.append(cells[at[1]])
+        elif words:
+            yield words, tags
+            words, tags = [], []
+
+
+def _rows(table: Table, word_column: str, tag_column: str) -> list[Sentence]:
+    """The words and tags of each row that has some. Raises UsageError."""
+    table.check_columns({"--word_column": word_column, "--tag_column": tag_column})
+    kind, found = getattr(table.kinds.get(tag_column), "feature", None), list[Sentence]()
+    for row, cells in enumerate(zip(table.values(word_column), table.values(tag_column)), start=1):
+        words, tags = (cell if isinstance(cell, list) else (text_of_cell(cell) or "").split() for cell in cells)
+        names = [text_of_cell(tag, kind) or "" for tag in tags]
+        if len(words) != len(tags) or not all(names):
+            raise UsageError(
+                f"--data {table.name}, row {row}: {len(words)} words in column {word_column}, and "
+                f"{len([*filter(None, names)])} tags in {tag_column}: expected one for each"
+            )
+        found += [([text_of_cell(word) or "" for word in words], names)] * bool(words)
+    if len(found) < len(table):
+        say(f"--data {table.name}: {len(table) - len(found):,} of {len(table):,} rows have no words: left out")
+    return found

@@ -1,0 +1,92 @@
+"""Pairs of source and target text, such as translations and summaries, from files or the Hub."""
+
+from collections.abc import Callable
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from ...errors import UsageError
+from ..models.tokenization import rows_with_tokens
+from ..reading.rows import rows_with_text
+from ..reading.sources import divide, load_tables
+
+ROUGES = ["rouge1", "rouge2", "rougeL", "rougeLsum"]
+ADVICE = "use --data dates for the embedded pairs, or the path of a .csv, .jsonl or .parquet file"
+
+Pairs = list[tuple[str, str]]
+
+
+class Translations(Dataset):
+    """Samples {"input_ids": int64 of shape (source length,), "decoder_input_ids" and "labels": int64 of shape (target
+    length,), "weight": the number of labels}.
+
+    Args:
+        pairs: of texts.
+        tokenizer: of transformers.
+        model: says which token begins a text to write.
+        prefix: text before each source.
+        max_length, max_target_length: tokens beyond these numbers are left out.
+    """
+
+    def __init__(self, pairs: Pairs, tokenizer: Any, model: Any, prefix: str, max_length: int, max_target_length: int):
+        sources = tokenizer([prefix + source for source, _ in pairs], truncation=True, max_length=max_length)
+        targets = tokenizer(text_target=[target for _, target in pairs], truncation=True, max_length=max_target_length)
+        kept = rows_with_tokens(sources["input_ids"], targets["input_ids"])
+        self.targets, self.samples = [pairs[row][1].strip() for row in kept], list[dict[str, Any]]()
+        for row in kept:
+            source, labels = (torch.tensor(each["input_ids"][row]) for each in (sources, targets))
+            begun = model.prepare_decoder_input_ids_from_labels(labels=labels[None])[0]
+            sample = {"input_ids": source, "decoder_input_ids": begun, "labels": labels, "weight": float(len(labels))}
+            self.samples.append(sample)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.samples[index]
+
+
+def load_translations(data: str, source: str, target: str, embedded: Callable[[], Pairs]) -> tuple[Pairs, Pairs]:
+    """(training pairs, evaluation pairs) of a text and what becomes of it. If the source has only one part, one pair in
+    ten is held out. Raises UsageError for no data, no such column, or fewer than two pairs.
+
+    Args:
+        data: "dates", for what `embedded` gives; or what `load_tables` takes.
+        source, target: names of columns; "translation.de" is what a cell of the column translation has as "de".
+    """
+    parts: list[Any] = [embedded()] if data == "dates" else []
+    for table in [] if parts else load_tables(data, ADVICE):
+        table.check_columns({"--source_column": source, "--target_column": target})
+        parts.append(rows_with_text(table, source, target))
+    if len(parts) == 1:
+        parts = divide(parts[0])
+    if not all(parts):
+        raise UsageError(f"--data {data} has too few pairs of texts: expected some to train on, others to evaluate")
+    return parts[0], parts[1]
+
+
+def make_measure(name: str) -> Callable[[list[str], list[str]], dict[str, float]]:
+    """A function from written texts and right ones to the share of equal ones, and with "bleu" sacrebleu's BLEU and
+    chrF, with "rouge" the F1 of rouge-score with stems; all in percent. Raises UsageError for a missing package."""
+    try:
+        if name == "bleu":
+            from sacrebleu import corpus_bleu, corpus_chrf
+        elif name == "rouge":
+            from rouge_score import rouge_scorer
+    except ImportError as error:
+        line = f"--measure {name} needs {error.name}: run pip install 'accelerate-recipes[translation]'"
+        raise UsageError(line) from None
+
+    def measure(written: list[str], right: list[str]) -> dict[str, float]:
+        found = {"exact_match": 100 * fmean(map(str.__eq__, written, right))}
+        if name == "bleu":
+            found |= {"bleu": corpus_bleu(written, [right]).score, "chrf": corpus_chrf(written, [right]).score}
+        elif name == "rouge":
+            scorer = rouge_scorer.RougeScorer(ROUGES, use_stemmer=True)
+            scores = [scorer.score(*each) for each in zip(right, written)]
+            found |= {kind: 100 * fmean(each[kind].fmeasure for each in scores) for kind in ROUGES}
+        return found
+
+    return measure

@@ -1,0 +1,186 @@
+"""Samples with classes: texts or images, each with one class, or with several; and the classes that the head of a
+pretrained model knows by name."""
+
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from decimal import Decimal, InvalidOperation
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.utils.data import Subset
+
+from ...data.facts import say, shorten
+from ...errors import UsageError
+
+NO_CLASS = "-1"  # in data sets of which a part has no classes
+MANY = 20  # classes, from which on each needs two samples
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Samples and their classes."""
+
+    samples: Any  # texts; or images that are read one at a time, in mode L or RGB
+    labels: list[Any]  # the number of each sample's class; or, in all, the numbers of its classes, a tuple
+    classes: list[str]  # their names
+
+    @classmethod
+    def of_names(cls, samples: Any, names: Sequence[Any], classes: list[str] | None = None) -> Self:
+        """Makes the labels from the name of each sample's class or classes. Without `classes` they are `in_order`."""
+        if any(isinstance(name, list | tuple) for name in names):
+            names = [name if isinstance(name, list | tuple) else [name] for name in names]
+        classes = classes or in_order(flatten(names))
+        return cls(samples, renumber(names, {name: number for number, name in enumerate(classes)}), classes)
+
+    @property
+    def has_several(self) -> bool:
+        """Whether a sample has several classes, or none."""
+        return isinstance(self.labels[0], tuple)
+
+    def target(self, index: int) -> Any:
+        """The label of a sample; if it may have several, float32 of shape (classes,), 1 for each that it has."""
+        label = self.labels[index]
+        if not isinstance(label, tuple):
+            return label
+        return torch.zeros(len(self.classes)).index_fill_(0, torch.tensor(label, dtype=torch.int64), 1)
+
+    def part(self, ids: torch.Tensor) -> "Labelled":
+        """The samples of these ids."""
+        return Labelled(Subset(self.samples, ids.tolist()), [self.labels[row] for row in ids.tolist()], self.classes)
+
+    def reorder(self, classes: list[str]) -> "Labelled":
+        """The same samples with their classes in this order, perhaps among others."""
+        return replace(self, labels=renumber(self.labels, [*map(classes.index, self.classes)]), classes=classes)
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """The different names, by their numbers if all are numbers, so that 10 comes after 2; else as texts."""
+    texts = sorted({*names})
+    numbers = [_number(name) for name in texts]
+    return texts if None in numbers else [name for _, name in sorted(zip(numbers, texts))]
+
+
+def _number(name: str) -> Decimal | None:
+    try:
+        number = Decimal(name)
+    except InvalidOperation:
+        return None
+    return number if number.is_finite() else None
+
+
+def with_same_classes(data: str, parts: Sequence[Labelled], what: str) -> list[Labelled]:
+    """The parts with the classes of all. Raises UsageError if about each sample has its own. `what`: text, image."""
+    used = {part.classes[one] for part in (parts[0], parts[-1]) for one in flatten(part.labels)}
+    own, size = parts[0].classes, sum(len(part.labels) for part in parts)
+    if len(used) > max(MANY, size / 2):
+        names = shorten(in_order(used))
+        raise UsageError(f"--data {data}: {size:,} {what}s have {names}, as ids do: expected several of a class")
+    classes = [*dict.fromkeys(name for part in parts for name in part.classes)]
+    classes = in_order(classes) if own == in_order(own) else classes
+    return [part.reorder(classes) for part in parts]
+
+
+def say_odd_classes(data: str, parts: Sequence[Labelled], what: str) -> None:
+    """Lines for what may be a mistake: classes that training lacks, that look alike, or that stand for none, in parts
+    with the same classes."""
+    classes = parts[0].classes
+    trained, evaluated = ({classes[one] for one in flatten(part.labels)} for part in (parts[0], parts[-1]))
+    alike: dict[Any, list[str]] = {}
+    for name in classes:
+        plain = " ".join(unicodedata.normalize("NFKC", name).casefold().split())
+        alike.setdefault(plain if (number := _number(plain)) is None else number, []).append(name)
+    for line, found in {
+        f"classes of the evaluation that no {what} for training has": [n for n in classes if n in evaluated - trained],
+        "classes that look alike, and are different ones here": [
+            " and ".join(map(ascii, names)) for names in alike.values() if len(names) > 1
+        ],
+        "a class like the others here, though it may stand for no class": [NO_CLASS]
+        * (NO_CLASS in trained | evaluated),
+    }.items():
+        if found:
+            say(f"--data {data}: {line}: {shorten(found)}")
+
+
+def flatten(labels: Sequence[Any]) -> list[Any]:
+    """The class of each sample; or those of the first sample, then those of the second one, ..."""
+    return [one for label in labels for one in (label if isinstance(label, list | tuple) else [label])]
+
+
+def renumber(labels: Sequence[Any], numbers: Mapping[Any, int] | Sequence[int]) -> list[Any]:
+    """The number for the class of each sample; a tuple if there are several."""
+    return [
+        tuple(numbers[one] for one in label) if isinstance(label, list | tuple) else numbers[label] for label in labels
+    ]
+
+
+def balanced_weights(parts: Sequence[Labelled]) -> list[float]:
+    """For each class, the factor that gives all classes the same weight; the mean over the samples is 1."""
+    counts = Counter(label for part in parts for label in part.labels)
+    mean = counts.total() / len(counts)
+    return [mean / counts.get(number, mean) for number in range(len(parts[0].classes))]
+
+
+def names_of(config: Any) -> list[str]:
+    """The names of the outputs in the config of a model of transformers."""
+    return [str(config.id2label[number]) for number in sorted(config.id2label)]
+
+
+def config_of_classes(classes: list[str]) -> dict[str, Any]:
+    """What the config of a model of transformers says of these classes, for `from_pretrained`."""
+    names = {"id2label": dict(enumerate(classes)), "label2id": {name: number for number, name in enumerate(classes)}}
+    return names | {"problem_type": "single_label_classification"}  # the files may have another, which pipelines follow
+
+
+def classes_of_model(name_or_path: str, classes: list[str]) -> tuple[list[str], bool]:
+    """The classes in the order of the head that a pretrained model gets, and whether this head must be new.
+
+    A head that knows each class by one name keeps its order and its weights. One without names (LABEL_0, ...) takes the
+    classes in the order of the data; if these are numbers of most of its outputs, it takes all numbers. Any other
+    would give its outputs other names: it is new, and a line says so.
+    """
+    from transformers import PretrainedConfig
+
+    try:
+        found = PretrainedConfig.get_config_dict(name_or_path)[0]  # runs no code of the model
+        config = PretrainedConfig(**{name: found[name] for name in ("id2label", "num_labels") if found.get(name)})
+    except Exception:  # the library raises dozens of types; loading the model says what is wrong
+        return classes, False
+    names = names_of(config)
+    if all(names.count(name) == 1 for name in classes):
+        return names, False
+    if all(name == f"LABEL_{number}" for number, name in enumerate(names)):
+        numbers = [*map(str, range(len(names)))]
+        if not ({*classes} < {*numbers} and 2 * len(classes) > len(names)):
+            return classes, False
+        say(f"the outputs of {name_or_path} have no names: they are taken for the classes 0 to {numbers[-1]}")
+        return numbers, False
+    say(
+        f"the head is new: that of {name_or_path} knows {shorten(names)}; the data has {shorten(classes)} (a head "
+        "keeps its weights if it knows all classes of the data by name)"
+    )
+    return classes, True
+
+
+def with_classes(read: Callable[..., Any], name_or_path: str, classes: list[str]) -> Any:
+    """Loads a pretrained classifier for the classes of the data: `read` takes options for `from_pretrained`, and
+    returns the model first. Returns what it returned; `names_of(model.config)` has the order of the classes
+    afterwards."""
+    order, is_new = classes_of_model(name_or_path, classes)
+    found = read(**config_of_classes(order))
+    if is_new:
+        renew_head(found[0])
+    return found
+
+
+@torch.no_grad()
+def renew_head(model: Any) -> None:
+    """Gives the layer with an output for each class random weights, as transformers does for a head of another size."""
+    for name, weight in model.named_parameters():
+        if not name.startswith(f"{model.base_model_prefix}.") and weight.shape[:1] == (model.config.num_labels,):
+            if weight.ndim > 1:
+                nn.init.normal_(weight, std=getattr(model.config, "initializer_range", 0.02))
+            else:
+                nn.init.zeros_(weight)

@@ -1,0 +1,1 @@
+"""Datasets of images, each with a class."""
