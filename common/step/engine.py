@@ -64,6 +64,8 @@ class Engine:
         self.model, self.optimizer = model, optimizer  # as the strategy and Accelerate wrapped them
         forward_step, self.batch_loss = setup.check_functions(model)
         self.forward_step = forward_step if setup.watched is None else setup.watched(forward_step)
+        layout = self.plan.layout
+        self._divides = layout.dp_shard * layout.tp * layout.pp * layout.ep > 1 or layout.environment.uses("deepspeed")
         self.shares: list[Share] = []  # of this process's micro-batches, of the last step with a first pass
         # Called in each step when the gradients are there, before anything reads or clips them.
         self.after_backward: list[Callable[[], None]] = []
@@ -143,18 +145,13 @@ class Engine:
 
     @contextmanager
     def _draws_for_all_weights(self, number: int) -> Iterator[None]:
-        """Seeds an optimizer that draws. Raises UsageError if it draws, and this process has a part of the weights: it
-        draws other numbers for them than one process."""
-        layout, device = self.plan.layout, self.accelerator.device
-        seed_forward(self.plan.config.seed, number, UPDATE, device)
-        divides = layout.dp_shard * layout.tp * layout.pp * layout.ep > 1 or layout.environment.uses("deepspeed")
-        before = generator_states(device) if divides else None
+        """Seeds an optimizer that draws. Raises UsageError if it draws for a part of the weights."""
+        seed_forward(self.plan.config.seed, number, UPDATE, self.accelerator.device)
+        before = generator_states(self.accelerator.device) if self._divides else None
         yield
-        if before is not None and generator_states(device) != before:
-            raise UsageError(
-                f"the optimizer, or a hook of its step, draws random numbers in step {number + 1}, and {layout} "
-                "divides the weights: use --config_file accelerate_configs/ddp.yaml"
-            )
+        if before is not None and generator_states(self.accelerator.device) != before:
+            what = f"a hook of its step, draws random numbers in step {number + 1}, and {self.plan.layout} divides"
+            raise UsageError(f"the optimizer, or {what} the weights: use --config_file accelerate_configs/ddp.yaml")
 
     def _norm(self) -> Tensor:
         """The norm of the gradient of the whole model, 0-dim, the same in all processes."""
