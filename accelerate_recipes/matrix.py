@@ -10,7 +10,7 @@ EXPERTS = "transformer --num_experts 4"
 RECIPES = (
     *("mnist", "mnist --model mlp", "linear_regression", "transformer", EXPERTS, "text_classification"),
     *("token_classification", "masked_lm", "embeddings", "question_answering", "translation", "finetune"),
-    *("preferences", "image_classification", "diffusion", "vision_language"),
+    *("preferences", "image_classification", "segmentation", "diffusion", "vision_language"),
 )
 # The configs that one machine compares with one process, which is single.yaml.
 CONFIGS = tuple(path.stem for path in bundle.configs() if not path.stem.startswith(("single", "multi_node")))
@@ -41,7 +41,7 @@ _TENSOR = ("tensor_parallel", "fsdp2_tensor_parallel", "hsdp_tensor_parallel", "
 _SEQUENCE = ("sequence_parallel", "fsdp2_sequence_parallel")
 # (words of a run's line, configs, recipes that they do not support); of two rows for a pair, the later one counts.
 _NOT_SUPPORTED = (
-    ("has no tp_plan", _TENSOR, ["mnist", "linear_regression"]),
+    ("has no tp_plan", _TENSOR, ["mnist", "linear_regression", "segmentation"]),
     ("cannot divide sequences", _SEQUENCE, _NOT_CAUSAL),
     ("has no list of layers", PIPELINES, ["linear_regression"]),
     ("has two chains of layers", PIPELINES, ["translation"]),

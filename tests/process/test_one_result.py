@@ -64,6 +64,7 @@ OFTEN = {
     "diffusion": ("ddp",),
     "preferences": ("ddp",),
     "image classification": ("ddp",),
+    "segmentation": ("ddp",),
     "vision language": ("ddp",),
 }
 # Of four and eight processes: test_products.py compares a model of transformers under these, in float64.

@@ -33,10 +33,11 @@ class ImageFiles:
     Args:
         data: the source, for messages.
         files: paths, or what a table has in place of them.
+        opener: opens them.
     """
 
-    def __init__(self, data: str, files: Any):
-        self.data, self.files, self.opener = data, files, Opener()
+    def __init__(self, data: str, files: Any, opener: Opener | None = None):
+        self.data, self.files, self.opener = data, files, opener or Opener()
 
     def __len__(self) -> int:
         return len(self.files)
