@@ -135,8 +135,8 @@ def build(config: Config, classes: list[str]) -> tuple[Any, Preprocessing]:
         three |= {"hidden_sizes": [width, 2 * width, 4 * width], "depths": [config.num_layers] * 3}
         three |= {"patch_sizes": [3] * 3, "strides": [2] * 3, "mlp_ratios": [2] * 3}
         dropout = {"classifier_dropout_prob": 0.0, "drop_path_rate": 0.0}
-        others = {"initializer_range": 0.1, "decoder_hidden_size": 2 * width, **config_of_classes(classes)}
-        shape = SegformerConfig(num_encoder_blocks=3, **three, **dropout, **others)
+        others = {"initializer_range": 0.1 * (32 / width) ** 0.5, "decoder_hidden_size": 2 * width}
+        shape = SegformerConfig(num_encoder_blocks=3, **three, **dropout, **others, **config_of_classes(classes))
         model, form = SegformerForSemanticSegmentation(shape), Preprocessing(config.image_size)
     freeze_key_biases(model)
     freeze_statistics(model)
