@@ -62,6 +62,7 @@ OFTEN = {
     "mnist mlp": ("ddp", "fsdp2_tensor_parallel", "deepspeed_zero2"),
     "finetune": ("ddp",),
     "diffusion": ("ddp",),
+    "distillation": ("ddp",),
     "preferences": ("ddp",),
     "image classification": ("ddp",),
     "segmentation": ("ddp",),

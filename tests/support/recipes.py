@@ -16,6 +16,7 @@ FINETUNE = "recipes/finetune.py"
 DIFFUSION = "recipes/diffusion.py"
 IMAGE_CLASSIFICATION = "recipes/image_classification.py"
 SEGMENTATION = "recipes/segmentation.py"
+DISTILLATION = "recipes/distillation.py"
 PREFERENCES = "recipes/preferences.py"
 VISION_LANGUAGE = "recipes/vision_language.py"
 DISTURBED = "tests/scripts/disturbed.py"
@@ -82,6 +83,7 @@ RECIPES = {
     "translation": (TRANSLATION, STEPS + TRANSLATIONS),
     "finetune": (FINETUNE, STEPS + CHATS),
     "diffusion": (DIFFUSION, STEPS + IMAGES),
+    "distillation": (DISTILLATION, STEPS + CHATS),
     "preferences": (PREFERENCES, STEPS + CHATS),
     "image classification": (IMAGE_CLASSIFICATION, STEPS + SHAPES),
     "segmentation": (SEGMENTATION, STEPS + MASKS),
