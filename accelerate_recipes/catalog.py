@@ -19,7 +19,10 @@ DRIVERS = [Path("/dev") / name for name in ("nvidiactl", "dxg", "kfd", "dri", "d
 
 GROUPS = {  # what people want to do: recipes
     "Classify, tag or score": ("mnist", "image_classification", "text_classification", "token_classification"),
-    "Train or adapt a language model": ("transformer", "masked_lm", "finetune", "preferences", "vision_language"),
+    "Find what is where in images": ("segmentation",),
+    "Train or adapt a language model": (
+        *("transformer", "masked_lm", "finetune", "distillation", "preferences", "vision_language"),
+    ),
     "Search by meaning, find answers": ("embeddings", "question_answering"),
     "Translate or summarize": ("translation",),
     "Generate images": ("diffusion",),

@@ -10,7 +10,7 @@ EXPERTS = "transformer --num_experts 4"
 RECIPES = (
     *("mnist", "mnist --model mlp", "linear_regression", "transformer", EXPERTS, "text_classification"),
     *("token_classification", "masked_lm", "embeddings", "question_answering", "translation", "finetune"),
-    *("preferences", "image_classification", "diffusion", "vision_language"),
+    *("distillation", "preferences", "image_classification", "segmentation", "diffusion", "vision_language"),
 )
 # The configs that one machine compares with one process, which is single.yaml.
 CONFIGS = tuple(path.stem for path in bundle.configs() if not path.stem.startswith(("single", "multi_node")))
@@ -35,7 +35,7 @@ _TENSOR = ("tensor_parallel", "fsdp2_tensor_parallel", "hsdp_tensor_parallel", "
 _SEQUENCE = ("sequence_parallel", "fsdp2_sequence_parallel")
 # (words of a run's line, configs, recipes that they do not support); of two rows for a pair, the later one counts.
 _NOT_SUPPORTED = (
-    ("has no tp_plan", _TENSOR, ["mnist", "linear_regression"]),
+    ("has no tp_plan", _TENSOR, ["mnist", "linear_regression", "segmentation"]),
     ("cannot divide sequences", _SEQUENCE, _NOT_CAUSAL),
     ("has no list of layers", PIPELINES, ["linear_regression"]),
     ("has two chains of layers", PIPELINES, ["translation"]),
@@ -43,7 +43,7 @@ _NOT_SUPPORTED = (
     ("has no experts of transformers 5", ["fsdp2_expert_parallel"], [each for each in RECIPES if each != EXPERTS]),
 )
 # DeepSpeed's bf16 rounds at different points than autocast. For all but one, the parity check ends the run.
-_DIFFER = ("finetune", "preferences", "image_classification")
+_DIFFER = ("finetune", "distillation", "preferences", "image_classification", "segmentation")
 
 MATRIX = (
     {(recipe, config): Cell(flags=tuple(SIZES.get(config, ()))) for recipe in RECIPES for config in CONFIGS}

@@ -17,6 +17,7 @@ from ..errors import UsageError
 from ..layout import Layout
 from ..records.running_sums import TOTAL_WEIGHT, RunningSums
 from ..step.engine import Engine, StepResult
+from ..weights.on_disk import with_full_weights
 from .compare import Key, step_gaps
 from .reference import ROUNDINGS, Perturbed, ReferenceRun
 from .tolerances import BF16, LATER, TRAJECTORY_TIMES_FLOOR
@@ -49,8 +50,9 @@ class Rehearsal:
         if not numbers or run.setup.accelerator.device.type != "cpu":
             return None
         try:
-            steps = run.steps(numbers, None, first=number)
-            return cls(steps, Perturbed.take(run, numbers, ROUNDINGS[0], number).steps, first, run.is_low)
+            with with_full_weights(run.setup.model):  # what is on disk stays there, as in the other processes
+                steps = run.steps(numbers, None, first=number)
+                return cls(steps, Perturbed.take(run, numbers, ROUNDINGS[0], number).steps, first, run.is_low)
         except Exception:  # the run will show it, with the step and its samples
             return None
 

@@ -27,6 +27,7 @@ MORE = {
     "question_answering": ["--data", "tests/data/questions.jsonl"],
     "translation": ["--data", "docs/records/pairs.csv", "--source_column", "query", "--target_column", "document"],
     "finetune": ["--num_answers", "0"],
+    "distillation": ["--num_answers", "0"],
     "preferences": ["--num_answers", "0"],
     "vision_language": ["--num_answers", "0"],
     "diffusion": ["--num_pictures", "0"],

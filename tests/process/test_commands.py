@@ -11,6 +11,7 @@ from PIL import Image
 
 from accelerate_recipes.common.records.run_card import read_card
 from support.launching import ACCELERATE_LAUNCH, accelerate, accelerate_forked, execute, fork
+from support.masks import write_masks, write_segformer
 from support.recipes import LINEAR, MNIST
 from support.runs import ROOT
 from support.small_mnist import write_mnist
@@ -97,6 +98,9 @@ def write_what_it_reads(command: str, tmp_path: Path) -> None:
         execute(["accelerate-recipes", "verify", "recipes/mnist.py", "--record", "mnist.json"], tmp_path, tmp_path)
     if "path/to/encoder" in command:
         write_encoder(tmp_path / "path" / "to" / "encoder")
+    elif "path/to/segformer" in command:
+        write_masks(tmp_path / "path" / "to" / "masks")
+        write_segformer(tmp_path / "path" / "to" / "segformer")
     elif "path/to/seq2seq" in command:
         write_encoder_decoder(tmp_path / "path" / "to" / "seq2seq", "t5")
     elif "path/to/vision_model" in command:

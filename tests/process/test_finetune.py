@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from support.launching import execute, fork
 from support.recipes import FINETUNE, RECIPES
 from support.runs import ROOT, TOLERANCE, Run, largest_difference, refused, weight_distance
+from support.small_model import write_model
 
 SHORT = "--max_length 96 --batch_size 8 --max_steps 6 --log_every 1 --eval_every 6 --num_answers 0"
 LORA = f"{SHORT} --lora_rank 4 --learning_rate 1e-2 --save_every 3 --keep_checkpoints 9"
@@ -36,6 +37,18 @@ def test_packed_conversations(tmp_path: Path, reference: Callable[..., Run], con
     run = fork(tmp_path / "run", config, FINETUNE, f"{SHORT} --packing --micro_batch_size 2 --loss_chunk 100")
     assert_close(run, expected)
     assert weight_distance(run, expected) <= TOLERANCE
+
+
+def test_a_rehearsal_leaves_weights_on_disk(tmp_path: Path) -> None:
+    """Steps so fast that the tenth is rehearsed. Otherwise the first process would hold weights when the layers are
+    divided, and the others, whose weights are on disk, would not take part."""
+    write_model(tmp_path / "model", num_positions=64)
+    chat = [{"role": "user", "content": "one two"}, {"role": "assistant", "content": "three"}]
+    (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 40)
+    flags = f"{SHORT} --max_length 64 --max_steps 10 --eval_every 10 --learning_rate 1e-3 --data {tmp_path}/chats.jsonl"
+    flags += f" --model_name_or_path {tmp_path}/model"
+    single, run = (fork(tmp_path / name, name, FINETUNE, flags) for name in ("single", "tensor_parallel"))
+    assert_close(run, single)
 
 
 def test_evaluation_does_not_depend_on_packing(tmp_path: Path, base: Path) -> None:

@@ -62,8 +62,10 @@ OFTEN = {
     "mnist mlp": ("ddp", "fsdp2_tensor_parallel", "deepspeed_zero2"),
     "finetune": ("ddp",),
     "diffusion": ("ddp",),
+    "distillation": ("ddp",),
     "preferences": ("ddp",),
     "image classification": ("ddp",),
+    "segmentation": ("ddp",),
     "vision language": ("ddp",),
 }
 # Of four and eight processes: test_products.py compares a model of transformers under these, in float64.

@@ -181,6 +181,21 @@ def with_losses(
     return model
 
 
+def with_logits(model: PreTrainedModel) -> PreTrainedModel:
+    """Makes a causal model's forward return logits: forward(tokens, places), int64 of shape (batch, context) and
+    (batch, number), returns those at the places, shape (batch, number, vocabulary); at place -1, those at place 0. The
+    rest is as with `with_losses`."""
+
+    def forward(self: PreTrainedModel, tokens: Tensor, places: Tensor) -> Tensor:
+        logits: Tensor = type(self).forward(self, input_ids=tokens, use_cache=False).logits
+        return logits.gather(1, places.clamp(min=0)[..., None].expand(-1, -1, logits.shape[-1]))
+
+    _attend_without_mask(model)
+    model.forward = MethodType(forward, model)
+    model.config.architectures = [type(model).__name__]
+    return model
+
+
 class _CrossEntropy(torch.autograd.Function):
     """(logits, labels) -> (the loss of each label, the log-probabilities of all tokens, which get no gradient).
 

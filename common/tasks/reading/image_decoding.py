@@ -50,7 +50,7 @@ class Opener:
         except Exception as error:  # Pillow raises many types
             raise UsageError(f"{name} cannot be read ({_reason(file, error)})") from None
 
-    def _decode(self, image: Image.Image, name: str) -> Image.Image:
+    def _decode(self, image: Image.Image, name: str) -> Any:
         raw = _raw_mode(image)
         image.load()
         is_grey = ImageMode.getmode(image.mode).basemode == "L" or raw in ("LA", "LA;16B")  # that opens as RGBA

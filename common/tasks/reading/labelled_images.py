@@ -29,10 +29,10 @@ Files = list[tuple[str, Any]]  # (path, class), or (path, classes)
 
 class ImageFiles:
     """Images in files, or in a column of a table. `data` is the source, for messages; `files` are paths, or what a
-    table has in place of them."""
+    table has in place of them; `opener` opens them."""
 
-    def __init__(self, data: str, files: Any):
-        self.data, self.files, self.opener = data, files, Opener()
+    def __init__(self, data: str, files: Any, opener: Opener | None = None):
+        self.data, self.files, self.opener = data, files, opener or Opener()
 
     def __len__(self) -> int:
         return len(self.files)

@@ -13,22 +13,37 @@ from ...config import RunConfig, flag
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 Colour = tuple[float, ...]  # red, green, blue
+Factors = tuple[float, float, float]  # of the brightness, the contrast and the saturation
 HOLE = 0.02, 1 / 3  # least and largest share of an image that is erased
-
-
-UNCHANGED = 1.0, 1.0, 1.0  # factors of the brightness, the contrast and the saturation
+UNCHANGED: Factors = 1.0, 1.0, 1.0
 
 
 @dataclass(kw_only=True)
-class AugmentationFlags(RunConfig):
+class VaryingFlags(RunConfig):
     """The flags of recipes whose images for training vary."""
 
     least_area: float = flag(0.6, "least share of an image that a random cut keeps", above=0, below=1.001)
     mirror: bool = flag(True, "mirror images at random; not for letters, digits, or left and right")
     colours: float = flag(0.3, "largest random change of brightness, contrast and saturation", minimum=0, below=1)
+
+
+@dataclass(kw_only=True)
+class AugmentationFlags(VaryingFlags):
+    """The flags of recipes whose images for training have holes, too, or mix."""
+
     erasing: float = flag(0.0, "share of images that lose a random rectangle", minimum=0, below=1.001)
     mixup: float = flag(0.0, "mix pairs of images; parameter of the shares, such as 0.2; 0: off", minimum=0)
     cutmix: float = flag(0.0, "replace a part of each image with another; parameter, such as 1; 0: off", minimum=0)
+
+
+def variation(width: int, height: int, flags: VaryingFlags) -> tuple[Box, bool, Factors]:
+    """(a random part of an image, whether it is mirrored, factors of its colours)"""
+    box = random_box(width, height, flags.least_area)
+    box = (0, 0, width, height) if flags.least_area >= 1 else box  # a part of other proportions would be less
+    # Drawn in any case, so that the rest stays the same.
+    is_mirrored = bool(torch.rand(()) < 0.5) and flags.mirror
+    brightness, contrast, saturation = (1 + flags.colours * (2 * torch.rand(3) - 1)).tolist()
+    return box, is_mirrored, (brightness, contrast, saturation)
 
 
 def middle(width: int, height: int) -> Box:
@@ -56,7 +71,7 @@ def _limits(mean: Colour, std: Colour) -> tuple[Tensor, Tensor]:
     return black, white
 
 
-def normalise(levels: Tensor, mean: Colour, std: Colour, colours: tuple[float, float, float]) -> Tensor:
+def normalise(levels: Tensor, mean: Colour, std: Colour, colours: Factors) -> Tensor:
     """(value - mean) / std of each colour, after the change of the colours, which stay between black and white.
 
     Brightness, contrast and saturation together are one 3 × 3 matrix and a shift: one pass over the pixels.

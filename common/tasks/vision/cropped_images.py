@@ -17,7 +17,7 @@ from ...errors import UsageError, first_line
 from ..reading.labelled import Labelled
 from ..reading.labelled_images import load_image_splits
 from ..reading.sources import check_not_streamed, hold_out
-from .augmentation import UNCHANGED, AugmentationFlags, Box, erase, middle, mix, normalise, random_box
+from .augmentation import UNCHANGED, AugmentationFlags, Box, Factors, erase, middle, mix, normalise, variation
 
 NUM_DRAWN = 3000
 SHAPES = ("circle", "cross", "ring", "square", "star", "triangle")
@@ -53,13 +53,18 @@ class Preprocessing:
                 f"({first_line(error)})"
             ) from None
 
-    def write(self, folder: Path) -> None:
-        """Writes the settings for transformers' pipelines into the folder of an exported model."""
-        from transformers import ViTImageProcessor
+    def write(self, folder: Path, crops: bool = True) -> None:
+        """Writes the settings for transformers' pipelines into the folder of an exported model: with the middle square
+        of an image, or with all of it, squeezed into a square."""
+        import transformers  # its processors say that torchvision is missing
 
-        sizes = {"size": {"shortest_edge": self.size}, "crop_size": self.size}  # the middle square, as in an evaluation
         colours = {"image_mean": self.mean, "image_std": self.std, "resample": Image.Resampling.BILINEAR}
-        ViTImageProcessor(**sizes, **colours, do_center_crop=True).save_pretrained(folder)
+        if crops:
+            sizes = {"size": {"shortest_edge": self.size}, "crop_size": self.size, "do_center_crop": True}
+            transformers.ViTImageProcessor(**sizes, **colours).save_pretrained(folder)
+        else:
+            size = {"height": self.size, "width": self.size}
+            transformers.SegformerImageProcessor(size=size, **colours).save_pretrained(folder)
 
 
 @dataclass(eq=False, repr=False)
@@ -81,7 +86,7 @@ class CroppedImages(Dataset):
         # Random numbers belong to the seed, the epoch and the sample here: no config changes them.
         image, augmentation, label = self._read(index), self.augmentation, self.source.target(index)
         if augmentation is None:
-            return {"image": self._resize(image, middle(*image.size)), "label": label}
+            return {"image": resize(image, self.form, middle(*image.size)), "label": label}
         pixels = self._vary(image, augmentation)
         if augmentation.mixup or augmentation.cutmix:
             other = int(torch.randint(len(self), ()))
@@ -101,19 +106,19 @@ class CroppedImages(Dataset):
         return image if image.mode == "RGB" else image.convert("RGB")
 
     def _vary(self, image: Image.Image, augmentation: AugmentationFlags) -> Tensor:
-        box = random_box(*image.size, augmentation.least_area)
-        # Drawn in any case, so that the rest stays the same.
-        is_mirrored = bool(torch.rand(()) < 0.5) and augmentation.mirror
-        colours = (1 + augmentation.colours * (2 * torch.rand(3) - 1)).tolist()
-        pixels = self._resize(image, box, is_mirrored, colours)
+        pixels = resize(image, self.form, *variation(*image.size, augmentation))
         return erase(pixels) if augmentation.erasing and torch.rand(()) < augmentation.erasing else pixels
 
-    def _resize(self, image: Image.Image, box: Box, is_mirrored: bool = False, colours: Any = UNCHANGED) -> Tensor:
-        side = self.form.size
-        levels = numpy.asarray(image.resize((side, side), Image.Resampling.BILINEAR, box, reducing_gap=3))
-        levels = numpy.ascontiguousarray((levels[:, ::-1] if is_mirrored else levels).transpose(2, 0, 1))
-        pixels = torch.from_numpy(levels).view(3, -1).float()
-        return normalise(pixels, self.form.mean, self.form.std, colours).view(3, side, side)
+
+def resize(
+    image: Image.Image, form: Preprocessing, box: Box, is_mirrored: bool = False, colours: Factors = UNCHANGED
+) -> Tensor:
+    """A part of an RGB image as a model expects it: float32 of shape (3, size, size)."""
+    side = form.size
+    levels = numpy.asarray(image.resize((side, side), Image.Resampling.BILINEAR, box, reducing_gap=3))
+    levels = numpy.ascontiguousarray((levels[:, ::-1] if is_mirrored else levels).transpose(2, 0, 1))
+    pixels = torch.from_numpy(levels).view(3, -1).float()
+    return normalise(pixels, form.mean, form.std, colours).view(3, side, side)
 
 
 def load_labelled_images(data: str, max_samples: int | None = None) -> tuple[Labelled, Labelled]:

@@ -1,7 +1,7 @@
 """Train a small classifier on the predictions of a large one: knowledge distillation (Hinton et al. 2015).
 
-    python recipes/several_models/distillation.py --width 256 --output_dir outputs/teacher
-    accelerate launch --config_file accelerate_configs/ddp.yaml recipes/several_models/distillation.py \
+    python recipes/several_models/student.py --width 256 --output_dir outputs/teacher
+    accelerate launch --config_file accelerate_configs/ddp.yaml recipes/several_models/student.py \
         --teacher outputs/teacher --output_dir outputs/student
 
 Each process has the whole teacher, which a closure captures: it is not part of the model, so no config wraps, shards or

@@ -1,0 +1,173 @@
+"""Images with masks, which have a class for each pixel: in two folders, in parquet files, or on the Hub."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from PIL import Image
+from torch.utils.data import Dataset
+
+from ...data.facts import printable, say
+from ...errors import UsageError
+from ..reading.image_decoding import Opener
+from ..reading.labelled_images import ImageFiles
+from ..reading.sources import SPLITS, hold_out, is_saved, load_tables, walk
+from ..reading.text_files import local_path
+from .augmentation import UNCHANGED, VaryingFlags, variation
+from .cropped_images import Preprocessing, resize
+
+HELD_OUT = 5  # one image in so many is for evaluation, if the source has no evaluation part
+IGNORED = -100  # the class of pixels that do not count, as in losses of torch
+MOST = 1000  # classes: more are none
+ADVICE = "use --data digits for the embedded images, or the path of a folder"
+
+
+class MaskOpener(Opener):
+    """Opens masks: int32 of shape (height, width), the numbers that the file has."""
+
+    def _decode(self, image: Image.Image, name: str) -> Any:
+        image.load()
+        values = numpy.asarray(image)
+        if values.ndim == 3 and (values == values[..., :1]).all():  # grey, saved as a colour
+            values = values[..., 0]
+        if values.ndim != 2 or values.dtype.kind == "f" or image.format == "JPEG":
+            kind = "a JPEG file, which changes numbers" if image.format == "JPEG" else f"in mode {image.mode}"
+            raise UsageError(
+                f"{name} is {kind}: expected a PNG in grey or with a palette, with the number of each class"
+            )
+        return values.astype(numpy.int32)
+
+
+@dataclass(frozen=True)
+class Masked:
+    """Images and their masks.
+
+    Attributes:
+        images, masks: read one at a time; in mode L or RGB, and int32 of shape (height, width).
+        classes: {number in the masks: its name}, sorted by their numbers.
+        rows: the numbers of those that belong to this part.
+    """
+
+    images: Any
+    masks: Any
+    classes: dict[int, str]
+    rows: Sequence[int]
+
+
+class MaskedImages(Dataset):
+    """Samples {"image": float32 of shape (3, size, size), normalised; "mask": int64 of shape (size, size), with
+    `IGNORED`; "weight": the number of pixels that count}.
+
+    Args:
+        source: the images and masks.
+        names: of the classes, in the order of the model's outputs.
+        form: what the model expects.
+        ignored: number in the masks of pixels that do not count.
+        flags: how each image varies. None: the whole image, squeezed into the square.
+    """
+
+    def __init__(
+        self, source: Masked, names: list[str], form: Preprocessing, ignored: int, flags: VaryingFlags | None = None
+    ):
+        self.source, self.form, self.flags = source, form, flags
+        outputs = {number: names.index(name) for number, name in source.classes.items()} | {ignored: IGNORED}
+        self.numbers, self.outputs = (numpy.array(each) for each in zip(*sorted(outputs.items())))
+
+    def __len__(self) -> int:
+        return len(self.source.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        images, row, square = self.source.images, self.source.rows[index], (self.form.size, self.form.size)
+        image, mask = images[row].convert("RGB"), Image.fromarray(self.source.masks[row])
+        if image.size != mask.size:
+            sizes = " and ".join(f"{width} x {height}" for width, height in (image.size, mask.size))
+            raise UsageError(f"{images.name(row)} and its mask have {sizes} pixels: expected the same size")
+        box, is_mirrored, colours = (0, 0, *image.size), False, UNCHANGED
+        if self.flags is not None:
+            box, is_mirrored, colours = variation(image.width, image.height, self.flags)
+        numbers = numpy.asarray(mask.resize(square, Image.Resampling.NEAREST, box))
+        numbers = numbers[:, ::-1] if is_mirrored else numbers
+        places = self.numbers.searchsorted(numbers).clip(max=len(self.numbers) - 1)
+        if (wrong := numbers[self.numbers[places] != numbers]).size:
+            raise UsageError(f"{images.name(row)}: its mask has {wrong[0]}, and --class_names does not: add it there")
+        found, pixels = torch.from_numpy(self.outputs[places]), resize(image, self.form, box, is_mirrored, colours)
+        return {"image": pixels, "mask": found, "weight": float((found != IGNORED).sum())}
+
+
+def load_masked_images(
+    data: str, image_column: str, mask_column: str, ignored: int, class_names: str | None
+) -> tuple[Masked, Masked]:
+    """Loads images with masks, for training and for evaluation; one in five is held out if the source has one part.
+
+    Args:
+        data: a folder with the folders images and masks, whose files have the same names but for their endings, perhaps
+            below or above "train" and "test"; parquet files; or a Hub id.
+        image_column, mask_column: names of the columns; or of the folders, without s.
+        ignored: number in the masks of pixels that do not count.
+        class_names: path of a JSON file with {number in the masks: name}. None: the numbers that the masks have.
+
+    Raises:
+        UsageError: no data, no masks, or fewer than two classes.
+    """
+    path, parts = local_path(data), list[Any]()
+    if path.is_dir() and not is_saved(path):
+        parts = _in_folders(data, path, image_column.lower(), mask_column.lower())
+    if not parts:
+        for table in load_tables(data, ADVICE):
+            table.check_columns({"--image_column": image_column, "--mask_column": mask_column})
+            parts.append((table.values(image_column), table.values(mask_column)))
+    masks: list[Any] = [ImageFiles(data, files, MaskOpener()) for _, files in parts]
+    classes = _read_names(class_names) if class_names else {}
+    for values in () if classes else chain(*masks):  # reads all
+        classes |= {int(number): str(number) for number in numpy.unique(values)}
+    classes = {number: name for number, name in sorted(classes.items()) if number != ignored}
+    if not 1 < len(classes) < MOST:
+        raise UsageError(
+            f"--data {data}: the masks have {len(classes):,} classes beside --ignored_class {ignored}: expected two or "
+            "more (--ignored_class -1 ignores none)"
+        )
+    rows: list[Any] = [range(len(part)) for part in masks]
+    if len(rows) == 1:
+        parts, masks = 2 * parts, 2 * masks
+        rows = [ids.tolist() for ids in hold_out(len(rows[0]), HELD_OUT)]
+    images = [ImageFiles(data, files) for files, _ in parts]
+    train, evaluation = (Masked(*each, classes, own) for each, own in zip(zip(images, masks), rows))
+    say(f"--data {data}: {len(train.rows):,} images for training, {len(evaluation.rows):,} for evaluation")
+    return train, evaluation
+
+
+def _in_folders(data: str, folder: Path, images: str, masks: str) -> list[Any]:
+    """The paths of the images and of their masks, for training and perhaps for evaluation; [] if there are none."""
+    kinds = {name: kind for kind in (images, masks) for name in (kind, f"{kind}s")}
+    splits = {name: split for split, names in SPLITS.items() for name in names}
+    found: dict[str, dict[str, dict[str, str]]] = {}  # {split: {kind: {name: path}}}
+    for file in walk(folder, twice=True)[0]:
+        parents = Path(file).parts[:-1]
+        if kind := next((kinds[part.lower()] for part in parents if part.lower() in kinds), None):
+            split = next((splits[part.lower()] for part in parents if part.lower() in splits), "train")
+            name = "/".join([part for part in parents if part.lower() not in kinds] + [Path(file).stem])
+            found.setdefault(split, {}).setdefault(kind, {})[name] = str(folder / file)
+    parts = []
+    for split in [split for split in ("train", "test", "validation") if split in found][:2]:
+        pairs = [found[split].get(kind, {}) for kind in (images, masks)]
+        both = sorted(pairs[0].keys() & pairs[1].keys())
+        if not both:
+            raise UsageError(f"--data {data}: no images in a folder {images}s with masks of their names in {masks}s")
+        if alone := sorted(pairs[0].keys() ^ pairs[1].keys()):
+            say(f"--data {data}: left out: {len(alone):,} without image or mask, such as {printable(alone[0])}")
+        parts.append(([pairs[0][name] for name in both], [pairs[1][name] for name in both]))
+    return parts
+
+
+def _read_names(path: str) -> dict[int, str]:
+    """The classes that a JSON file names. Raises UsageError."""
+    try:
+        found = json.loads(local_path(path).read_text(encoding="utf-8"))
+        return {int(number): str(name) for number, name in found.items()}
+    except (OSError, ValueError, AttributeError):
+        raise UsageError(f'--class_names {path}: expected a JSON file such as {{"0": "road", "1": "car"}}') from None

@@ -1,0 +1,172 @@
+"""Promise: masks are read as numbers, pixel by pixel, and belong to the image of their name."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from PIL import Image
+
+from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.tasks.vision.augmentation import VaryingFlags
+from accelerate_recipes.common.tasks.vision.cropped_images import Preprocessing
+from accelerate_recipes.common.tasks.vision.masked_images import IGNORED, Masked, MaskedImages, load_masked_images
+
+Out = pytest.CaptureFixture[str]
+SIZE = 8
+
+
+def write(path: Path, mask: Any, image: Any = None) -> None:
+    """An image in a folder images, whose brightness is ten times the number of the class, and its mask in a folder
+    masks beside it."""
+    for kind, values in (("images", numpy.asarray(mask) * 10 if image is None else image), ("masks", mask)):
+        file = path.parent / kind / path.name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        (values if isinstance(values, Image.Image) else Image.fromarray(values.astype(numpy.uint8))).save(file)
+
+
+def halves(left: int, right: int) -> numpy.ndarray:
+    return numpy.repeat([[left] * (SIZE // 2) + [right] * (SIZE // 2)], SIZE, 0)
+
+
+def load(folder: Path, ignored: int = 255, names: str | None = None) -> tuple[Masked, Masked]:
+    return load_masked_images(str(folder), "image", "mask", ignored, names)
+
+
+def samples(part: Masked, ignored: int = 255, flags: VaryingFlags | None = None) -> MaskedImages:
+    return MaskedImages(part, [*part.classes.values()], Preprocessing(SIZE), ignored, flags)
+
+
+@pytest.mark.parametrize("form", ["{split}/{name}", "{name}"])
+def test_folders_in_pairs(tmp_path: Path, capfd: Out, form: str) -> None:
+    """With the folders of splits above those of images and masks, or without."""
+    for number in range(10):
+        split = "training" if number < 7 else "validation"
+        write(tmp_path / form.format(split=split, name=f"{number}.png"), halves(0, 1 + number % 3))
+    (tmp_path / "images").mkdir(exist_ok=True)
+    Image.new("L", (4, 4)).save(tmp_path / "images" / "alone.png")
+    parts = load(tmp_path)
+    assert [len(part.rows) for part in parts] == ([7, 3] if "split" in form else [8, 2])
+    assert parts[0].classes == {0: "0", 1: "1", 2: "2", 3: "3"}
+    for part in parts:
+        for image, mask in zip(part.images, part.masks):
+            assert (numpy.asarray(image) == 10 * mask).all()
+    assert f"left out: 1 without image or mask, such as {'alone'}" in capfd.readouterr().out
+
+
+def test_folders_of_splits_below_those_of_images(tmp_path: Path) -> None:
+    for split, number in (("training", 3), ("validation", 2)):
+        for name in range(number):
+            for kind, values in (("images", halves(5, 6)), ("annotations", halves(1, 2))):
+                file = tmp_path / kind / split / f"{name}.png"
+                file.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(values.astype(numpy.uint8)).save(file)
+    parts = load_masked_images(str(tmp_path), "image", "annotation", 255, None)
+    assert [len(part.rows) for part in parts] == [3, 2]
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "1", "I;16", "RGB"])
+def test_numbers_of_any_file(tmp_path: Path, mode: str) -> None:
+    """In RGB: grey, saved as a colour."""
+    numbers = halves(0, {"1": 1, "I;16": 700}.get(mode, 9))
+    image = Image.fromarray(numbers.astype(numpy.uint16 if mode == "I;16" else numpy.uint8))
+    if mode == "P":
+        image.putpalette([*range(255, -1, -1)] * 3)
+    elif mode == "1":
+        image = Image.fromarray(numbers.astype(bool))
+    elif mode == "RGB":
+        image = image.convert("RGB")
+    for name in range(5):
+        write(tmp_path / f"{name}.png", image, halves(0, 1))
+    train, _ = load(tmp_path)
+    assert [*train.classes] == [0, numbers.max()]
+    assert (train.masks[0] == numbers).all()
+
+
+def test_pixels_that_do_not_count(tmp_path: Path) -> None:
+    mask = halves(3, 7)
+    mask[0] = 255
+    for name in range(5):
+        write(tmp_path / f"{name}.png", mask)
+    train, _ = load(tmp_path)
+    sample = samples(train)[0]
+    assert sample["weight"] == SIZE * (SIZE - 1)
+    expected = numpy.where(mask == 255, IGNORED, numpy.where(mask == 3, 0, 1))
+    assert (sample["mask"].numpy() == expected).all()
+    assert len(load(tmp_path, -1)[0].classes) == 3
+
+
+def test_names_of_classes(tmp_path: Path) -> None:
+    for name in range(5):
+        write(tmp_path / f"{name}.png", halves(1, 2))
+    (tmp_path / "names.json").write_text(json.dumps({"2": "car", "0": "sky", "1": "road"}))
+    train, _ = load(tmp_path, names=str(tmp_path / "names.json"))
+    assert train.classes == {0: "sky", 1: "road", 2: "car"}
+    of_model = MaskedImages(train, ["car", "dog", "sky", "road"], Preprocessing(SIZE), 255)
+    assert (of_model[0]["mask"].numpy() == halves(3, 0)).all()
+    (tmp_path / "names.json").write_text(json.dumps({"0": "sky", "1": "road"}))
+    train, _ = load(tmp_path, names=str(tmp_path / "names.json"))
+    with pytest.raises(UsageError, match=r"images/\d.png: its mask has 2, and --class_names does not"):
+        samples(train)[0]
+    (tmp_path / "names.json").write_text("[]")
+    with pytest.raises(UsageError, match="expected a JSON file such as"):
+        load(tmp_path, names=str(tmp_path / "names.json"))
+
+
+def test_image_and_mask_vary_together(tmp_path: Path) -> None:
+    numbers = numpy.random.default_rng(0).permutation(16).reshape(4, 4).repeat(16, 0).repeat(16, 1)
+    for name in range(5):
+        write(tmp_path / f"{name}.png", numbers)
+    train, _ = load(tmp_path)
+    form, flags = Preprocessing(64, (0,) * 3, (1,) * 3), VaryingFlags(least_area=0.3, colours=0.0)
+    varied = MaskedImages(train, [*train.classes.values()], form, 255, flags)
+    seen = set()
+    for _ in range(20):
+        sample = varied[0]
+        close = (sample["image"][0] * 25.5 - sample["mask"]).abs() < 0.5  # but for borders, where colours mix
+        assert close.float().mean() > 0.75
+        seen.add(tuple(sample["mask"].flatten().tolist()))
+    assert len(seen) == 20
+    whole = MaskedImages(
+        train, [*train.classes.values()], form, 255, VaryingFlags(least_area=1.0, mirror=False, colours=0.0)
+    )
+    assert (whole[0]["mask"].numpy() == numbers).all()
+
+
+@pytest.mark.parametrize("column", ["mask", "annotation"])
+def test_parquet(tmp_path: Path, column: str) -> None:
+    import datasets
+
+    masks = [halves(0, 1 + number % 2).astype(numpy.uint8) for number in range(10)]
+    columns = {"image": [Image.fromarray(10 * mask) for mask in masks], column: [*map(Image.fromarray, masks)]}
+    kinds = datasets.Features({name: datasets.Image() for name in columns})
+    datasets.Dataset.from_dict(columns, features=kinds).to_parquet(tmp_path / "train.parquet")
+    if column != "mask":
+        with pytest.raises(UsageError, match="has no column mask: use --mask_column with one of image, annotation"):
+            load(tmp_path)
+    parts = load_masked_images(str(tmp_path / "train.parquet"), "image", column, 255, None)
+    assert [len(part.rows) for part in parts] == [8, 2]
+    for image, mask in zip(parts[1].images, parts[1].masks):
+        assert (numpy.asarray(image) == 10 * mask).all()
+
+
+def test_wrong_masks(tmp_path: Path) -> None:
+    def refused(mask: Any, line: str, ending: str = "png", image: Any = None) -> None:
+        folder = tmp_path / f"{len([*tmp_path.iterdir()])}"
+        for name in range(5):
+            write(folder / f"{name}.{ending}", mask, image)
+        with pytest.raises(UsageError, match=line):
+            samples(load(folder)[0])[0]
+
+    refused(halves(0, 255), "the masks have 1 classes beside --ignored_class 255: expected two or more")
+    refused(
+        Image.new("RGB", (SIZE, SIZE), (1, 2, 3)), r"0.png is in mode RGB: expected a PNG in grey", image=halves(1, 2)
+    )
+    refused(halves(0, 9), r"0.jpg is a JPEG file, which changes numbers: expected a PNG", "jpg")
+    refused(halves(1, 2), r"/\d.png and its mask have 3 x 2 and 8 x 8 pixels", image=numpy.zeros((2, 3)))
+    (tmp_path / "empty" / "masks").mkdir(parents=True)
+    write(tmp_path / "other" / "a.png", halves(1, 2))
+    (tmp_path / "other" / "masks" / "a.png").rename(tmp_path / "other" / "masks" / "b.png")
+    with pytest.raises(UsageError, match="no images in a folder images with masks of their names in masks"):
+        load(tmp_path / "other")
