@@ -14,13 +14,13 @@ from torch.nn import functional as F
 from support.launching import accelerate_forked, execute, fork
 from support.runs import ROOT, Run, largest_difference, weight_distance
 
-PATTERNS = ("distillation", "domain_adaptation", "gan")
+PATTERNS = ("student", "domain_adaptation", "gan")
 PAGE = (ROOT / "docs" / "several-models.md").read_text()
 STEPS = "--max_steps 6 --log_every 1 --eval_every 3 --batch_size 16"
 LAYOUTS = {"single": "--micro_batch_size 4", "ddp": "", "fsdp2": "", "deepspeed_zero2": "", "deepspeed_zero3": ""}
 # The telling ones: calls of a part that FSDP2 and ZeRO-3 gather three times, and a teacher beside sharded weights.
 QUICK = [
-    ("distillation", "fsdp2"),
+    ("student", "fsdp2"),
     ("domain_adaptation", "deepspeed_zero2"),
     ("gan", "fsdp2"),
     ("gan", "deepspeed_zero3"),
@@ -46,7 +46,7 @@ def cases() -> list[Any]:
 @pytest.mark.parametrize(("pattern", "config"), cases())
 def test_pattern_has_one_result(tmp_path: Path, reference: Callable[..., Run], pattern: str, config: str) -> None:
     arguments = STEPS
-    if pattern == "distillation":
+    if pattern == "student":
         arguments += f" --teacher {reference(script(pattern), f'{STEPS} --width 64').output_dir}"
     expected = reference(script(pattern), arguments)
     run = fork(tmp_path / "run", config, script(pattern), f"{arguments} {LAYOUTS[config]}")

@@ -119,6 +119,7 @@ DOG = {"text": ["dog"], "answer_start": [32]}
 ROWS: list[Any] = [
     {"context": TEXT, "question": "what ate", "answers": DOG},
     {"context": TEXT, "question": "what ate", "answers": [{"text": "dog", "answer_start": 32}]},
+    {"context": TEXT, "question": "what ate", "answers": {"text": "dog", "answer_start": 32}},
     {"context": TEXT, "question": "what ate", "answers": "dog"},
     {"context": TEXT, "question": "what flew", "answers": {"text": [], "answer_start": []}},
     {"context": "  ", "question": "what ate", "answers": "dog"},
@@ -130,11 +131,11 @@ def test_answers_in_each_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     (tmp_path / "file.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     train, held_out = load_questions(str(tmp_path / "file.jsonl"))
     found = sorted(train + held_out, key=lambda one: one.context)
-    assert [list(one.answers) for one in found] == [[("dog", 8)], *[[("dog", 32)]] * 3, []]
+    assert [list(one.answers) for one in found] == [[("dog", 8)], *[[("dog", 32)]] * 4, []]
     assert not {one.context for one in train} & {one.context for one in held_out}  # a text is on one side
     output = capsys.readouterr().out
-    assert "1 of 6 rows have no text in column context or question, such as row 5: left out" in output
-    assert "1 of 5 questions have no answer" in output
+    assert "1 of 7 rows have no text in column context or question, such as row 6: left out" in output
+    assert "1 of 6 questions have no answer" in output
 
 
 def test_squad_s_own_file(tmp_path: Path) -> None:

@@ -249,3 +249,11 @@ def test_quotes_between_tabs(
 def test_the_separator_that_excel_writes_first(tmp_path: Path, first: str) -> None:
     (tmp_path / "a.csv").write_text(f"{first}\ntext;label\n1,5;a\n")
     assert texts(str(tmp_path / "a.csv")) == ["1,5"]
+
+
+def test_a_missing_column_names_the_parts_of_cells(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"id": 1, "translation": {"en": "one", "de": "eins"}}\n')
+    (table,) = load_tables(str(tmp_path / "a.jsonl"), "")
+    with pytest.raises(UsageError, match="no column en: use --source_column with one of id, translation.en, transla"):
+        table.check_columns({"--source_column": "en"})
+    table.check_columns({"--source_column": "translation.en"})

@@ -172,6 +172,7 @@ def _answers(cell: Any, context: str, where: str) -> list[tuple[str, int]]:
     """(answer, its first character) of each. Raises UsageError if it does not stand there."""
     if cell is None or isinstance(cell, str):
         cell = [{"text": cell, "answer_start": context.find(cell or "")}]
+    cell = [cell] if isinstance(cell, dict) and isinstance(cell.get("text"), str) else cell
     try:
         both = ([one[key] for one in cell] if isinstance(cell, list) else cell[key] for key in ("text", "answer_start"))
         found = [(str(text), int(begin)) for text, begin in zip(*both, strict=True) if text]

@@ -83,7 +83,12 @@ class Table:
         """Raises UsageError unless the table has these columns, {flag that names a column: its name}."""
         for flag, name in columns.items():
             if name not in self.column_names and name.partition(".")[0] not in self.column_names:
-                found = ", ".join(self.column_names)
+                first = next(iter(self), {})
+                parts = {column: cell for column, cell in first.items() if isinstance(cell, dict)}
+                every = [
+                    [f"{column}.{key}" for key in parts.get(column, ())] or [column] for column in self.column_names
+                ]
+                found = ", ".join(chain.from_iterable(every))
                 raise UsageError(f"--data {self.name} has no column {name}: use {flag} with one of {found}")
 
     def has_classes(self, column: str | None) -> bool:
