@@ -152,6 +152,15 @@ class PipelineEngine(Engine):
         self._with_gradients: list[bool] = []  # of the weights here, those that get one
         self._metric_names: list[str] | None = None  # from the first step on
         self._num_hooks = num_hooks(self._copies)
+        self._others: dict[int, dict[Tensor, str]] = {  # of a stage: {weight: its name} of the other stage here
+            index: {
+                weight: name
+                for other in self.stages.values()
+                for name, weight in other.model.named_parameters()
+                if not isinstance(weight, Absent) and weight not in {*stage.parameters()}
+            }
+            for index, stage in self.stages.items()
+        }
 
     def _divide(self, setup: Setup, division: Division) -> dict[int, Stage]:
         """The stages of this process. The optimizer gets their weights."""
@@ -207,6 +216,8 @@ class PipelineEngine(Engine):
         return chain.from_iterable(stage.model.named_modules() for stage in self.stages.values())
 
     def step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
+        for index, stage in self.stages.items():
+            stage.others = self._others[index] if wants_norm else {}
         result = super().step(number, micro_batches, wants_norm)
         return result if self._is_last else replace(result, weight=0.0)
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..data.sets import Batch, NumberedStep
 from ..errors import UsageError
 from ..seeds import generator_states
+from ..step.guards import graph_of, leaves_of
 from .absent import FALLBACK, Absent, in_front, refuse_absent
 
 OURS = __name__.partition(".")[0]
@@ -108,6 +109,8 @@ class Stage(nn.Module):
 
     run: Run
     shape: tuple[torch.Size, torch.dtype] | None = None  # of the hidden states that the next stage expects
+    running: "Stage | None" = None  # of the stages of this process, the one whose pass began last
+    others: Mapping[Tensor, str] = {}  # {weight of the other stage here: its name}, to look for in a pass
 
     def __init__(self, model: nn.Module, cut: Cut, index: int, device: torch.device):
         super().__init__()
@@ -123,7 +126,7 @@ class Stage(nn.Module):
             if not start <= number < stop:
                 nothing = partial(_nothing, name)
                 forward = _leave if number >= stop else self._give if number == start - 1 else nothing
-                _make_absent(name, layer, forward, cut, here, device)
+                _make_absent(name, layer, partial(self._in_its_pass, name, forward), cut, here, device)
         self._absent: list[
             tuple[dict[str, Any], str, Absent]
         ] = []  # the weights of a module, a name, what stands there
@@ -141,16 +144,27 @@ class Stage(nn.Module):
         this stage. `received` are those with which it enters; the first stage needs none. Raises UsageError if the pass
         needs more."""
         self._received, self._num_given, self._has_gradients = received, 0, torch.is_grad_enabled()
+        Stage.running = self
         with in_front(bool(self._before)):
             values = self._all_of_it() if self.is_last else leave_before_layers(self.run, self.model)
         if self._before and self._num_given != 1:
             raise _other_path(f"calls {self._before} {self._num_given} times")
+        if self.others and torch.is_grad_enabled():
+            for weight in leaves_of(graph_of([values])) & self.others.keys():
+                raise Absent(weight, self.others[weight]).refusal(
+                    f"uses {self.others[weight]}, beside the hidden states"
+                )
         refuse_absent(values, "its values" if self.is_last else "the hidden states of the next stage")
         if self.is_last or self.shape is None:
             return values
         shape, dtype = self.shape
         assert values.shape == shape, "each layer of the chain keeps the shape"
         return values.to(dtype).contiguous()
+
+    def _in_its_pass(self, name: str, forward: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+        if Stage.running is not self:  # the recipe has the layer of another copy
+            raise _other_path(f"calls {name} by itself")
+        return forward(*args, **named)
 
     def _all_of_it(self) -> Any:
         try:

@@ -78,7 +78,7 @@ def knows_what_is_trained(model: nn.Module, values_of: NumberedStep) -> Numbered
 
 def check_no_weights(loss: Tensor, values: Iterable[Tensor]) -> None:
     """Raises UsageError if a loss has gradients for other tensors than these values: they would be lost."""
-    others = _leaves(_graph_of([loss])) - set(values)
+    others = leaves_of(graph_of([loss])) - set(values)
     if others:
         raise UsageError(
             f"batch_loss uses a weight of shape {tuple(others.pop().shape)} that is not among its values: return it "
@@ -89,8 +89,8 @@ def check_no_weights(loss: Tensor, values: Iterable[Tensor]) -> None:
 def check_all_used(trained: Mapping[str, Tensor], values: Sequence[Tensor], rank: int) -> None:
     """Raises UsageError for a trained weight that none of these values of a forward pass depends on. One process leaves
     such a weight unchanged; DDP and FSDP wait for its gradient, and ZeRO applies weight decay to it."""
-    graph = _graph_of(values)
-    used, hides = _leaves(graph), any("CheckpointFunction" in node.name() for node in graph)
+    graph = graph_of(values)
+    used, hides = leaves_of(graph), any("CheckpointFunction" in node.name() for node in graph)
     weights = {weight: name for name, weight in trained.items()}
     if hides or len(used) >= len(weights):  # FSDP computes with gathered copies, which have no names
         return
@@ -107,12 +107,12 @@ def not_used(what: str) -> UsageError:
     )
 
 
-def _leaves(graph: set[Any]) -> set[Tensor]:
+def leaves_of(graph: set[Any]) -> set[Tensor]:
     """The leaves of a graph, but for those that activation checkpointing hides in it."""
     return {node.variable for node in graph if hasattr(node, "variable")}
 
 
-def _graph_of(values: Iterable[Tensor]) -> set[Any]:
+def graph_of(values: Iterable[Tensor]) -> set[Any]:
     """The nodes of the graph of these values."""
     seen, waiting = set[Any](), [value.grad_fn for value in values]
     while waiting:

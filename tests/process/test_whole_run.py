@@ -52,6 +52,8 @@ BEGINS: dict[tuple[str, str], str | None] = {
     **{("frozen", config): "changes requires_grad of blocks.2." for config in PIPELINES},
     ("frozen", "tensor_parallel"): "the weights with requires_grad differ from those at the start in step 4",
     ("one_layer", "interleaved"): "calls a layer of another stage by itself",
+    ("first_layer", "interleaved"): "calls blocks.0 by itself",
+    ("of_the_other_stage", "zbv"): "computes from stem.weight, beside the hidden states: another stage of the pipeline",
     ("noise_in_step", "ddp"): None,
     **{("noise_in_step", config): "draws random numbers in step 4, and " for config in (*DIVIDING, "zbv")},
     ("norm_in_step", "ddp"): None,

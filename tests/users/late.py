@@ -83,8 +83,10 @@ def forward_step(model: Any, batch: Batch, step: int, whole: nn.Module, captured
         more = 1e-2 * sum(weight.pow(2).sum() for weight in whole.parameters())
     if what == "penalty_of_trained":
         more = 1e-2 * sum(weight.pow(2).sum() for weight in model.parameters() if weight.requires_grad)
-    if what == "one_layer":
-        more = whole.blocks[2](batch["x"], "").mean(1)
+    if what in ("one_layer", "first_layer"):
+        more = whole.blocks[2 if what == "one_layer" else 0](whole.stem(batch["x"]), "").mean(1)
+    if what == "of_the_other_stage":
+        more = 1e-2 * captured[0].pow(2).sum()
     if what == "captured":
         more = 1e-2 * sum(weight.pow(2).sum() for weight in captured)
     if what == "factor":  # of the gradient of a process, which its loss does not show
