@@ -140,7 +140,7 @@ class RunConfig:
                 f"--pipeline_schedule {self.pipeline_schedule} needs a pipeline: use --pipeline_stages, too"
             )
         if self.check_every and not self.save_every:
-            raise UsageError(f"--check_every {self.check_every} begins at a checkpoint: use --save_every, too")
+            raise UsageError(f"--check_every {self.check_every} needs checkpoints to check: use --save_every, too")
         if self.overwrite_output_dir and self.resume_from_checkpoint == "latest":  # each restart would begin anew
             raise UsageError(
                 "--overwrite_output_dir starts over, --resume_from_checkpoint latest continues: use one of them; in "

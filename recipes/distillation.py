@@ -1,11 +1,11 @@
-"""Distil a teacher: a chat model learns what a larger one predicts, token by token; all weights or LoRA adapters.
+"""Distil a teacher: a chat model learns to predict what a larger one predicts; all weights or LoRA adapters.
 
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/distillation.py
 
-Data: small conversations whose answers follow rules; their teacher knows the answers, and doubts between bytes that are
-near. Or your own JSON-lines or parquet file, or a Hub id, as for finetune.py.
-Expect: for 99.7 % of the held-out tokens the student has the teacher's best byte, and the exported model gives 49 of 50
-held-out answers. Tokens are bytes.
+Data: small conversations whose answers follow rules, and a built-in teacher that knows the answers. Or your own
+JSON-lines or parquet file, or a Hub id, as for finetune.py, with --teacher.
+Expect: the student predicts the teacher's most probable token for 99.7 % of the held-out tokens (bytes), and the
+exported model answers 49 of 50 held-out questions correctly.
 Time: a minute and a half on two CPU cores.
 
 To distil what `finetune.py` has exported, or a pretrained model on your own conversations:

@@ -105,7 +105,7 @@ class Config(ChatFlags):
     warmup_steps: int = 50
     lr_schedule: Schedule = "cosine"
     log_every: int = 50
-    loss: str = flag("dpo", f"{', '.join(LOSSES)}; or a sum of several with weights: dpo:0.8,hinge:0.2")
+    loss: str = flag("dpo", f"{', '.join(LOSSES)}; or a weighted sum of several: dpo:0.8,hinge:0.2")
     label_smoothing: float = flag(0.0, "share of pairs whose label may be wrong: cDPO; robust", minimum=0, below=0.5)
     beta: float = flag(0.1, "cost of moving away from the reference: a large value keeps the model near it", above=0)
     sft_weight: float | None = flag(None, "weight of the chosen answer's loss (from scratch 1, else 0)", minimum=0)

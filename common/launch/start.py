@@ -56,7 +56,7 @@ class ObservedAccelerator(Accelerator):
 
     @property
     def device(self) -> torch.device:
-        """Accelerate names cpu:0, to which torch copies what is on the CPU already."""
+        """Accelerate says cpu:0, and torch would copy to it what is already on the CPU."""
         device = super().device
         return torch.device("cpu") if device.type == "cpu" else device
 

@@ -256,7 +256,7 @@ def load_samples(
     if len(parts) == 1:
         number = len(parts[0]) // size
         if number < 2:
-            raise UsageError(f"--data {data} has {number} {noun}s: expected 2 or more")
+            raise UsageError(f"--data {data} has {number} {noun}{'s' * (number != 1)}: expected 2 or more")
         parts = [parts[0].part(samples) for samples in _divide(number, parts[0].teaching[1])]
     uses = "training", "evaluation"
     train, evaluation = (part.keep_teaching(data, max_length, use) for part, use in zip(parts, uses))

@@ -119,7 +119,7 @@ def check_messages(messages: Messages) -> Messages:
             raise UsageError(f"the content of {where} is of the type {type(content).__name__}: expected a text")
         if message.get("weight", 1) not in (0, 1):
             raise UsageError(
-                f"{where} has the weight {message['weight']!r}: expected 1, or 0 for one that is not learnt"
+                f"{where} has the weight {message['weight']!r}: expected 1, or 0 for a message that is not trained"
             )
         calls = message.get("tool_calls", [])
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):

@@ -133,7 +133,7 @@ def weights_of_losses(
         found = {}
     if len(found) < len(pairs) or not found.keys() <= {*known} or not all(0 < w < inf for w in found.values()):
         raise UsageError(
-            f"--loss {text}: expected one of {', '.join(known)}, or a sum of several with weights, such as "
+            f"--loss {text}: expected one of {', '.join(known)}, or a weighted sum of several, such as "
             "dpo:0.8,hinge:0.2"
         )
     if smoothing and not found.keys() & {*smoothed}:
