@@ -146,7 +146,7 @@ class Stage(nn.Module):
         self._received, self._num_given, self._has_gradients = received, 0, torch.is_grad_enabled()
         Stage.running = self
         with in_front(bool(self._before)):
-            values = self._all_of_it() if self.is_last else leave_before_layers(self.run, self.model)
+            values = self.run(self.model) if self.is_last else leave_before_layers(self.run, self.model)
         if self._before and self._num_given != 1:
             raise _other_path(f"calls {self._before} {self._num_given} times")
         if self.others and torch.is_grad_enabled():
@@ -165,12 +165,6 @@ class Stage(nn.Module):
         if Stage.running is not self:  # the recipe has the layer of another copy
             raise _other_path(f"calls {name} by itself")
         return forward(*args, **named)
-
-    def _all_of_it(self) -> Any:
-        try:
-            return self.run(self.model)
-        except _Left:
-            raise _other_path("calls a layer of another stage by itself") from None
 
     def name_all(self) -> None:
         """Puts placeholders in the model where weights of other stages were, once its own weights are divided."""

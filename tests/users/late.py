@@ -67,12 +67,16 @@ class LateNet(nn.Module):
         return self.head(hidden).squeeze(-1) + 0.1 * self.penalty
 
 
-def forward_step(model: Any, batch: Batch, step: int, whole: nn.Module, captured: list[Tensor]) -> dict[str, Tensor]:
-    NOW["step"], what = step, whole.what if step >= BEGIN else ""
+def change_once(model: Any, what: str) -> None:
     if what == "new_hook" and not HANDLES:
         HANDLES.append(model.blocks[2].register_forward_hook(lambda module, args, output: 0.9 * output))
     if what == "frozen" and not HANDLES:
         HANDLES.append(model.blocks[2].requires_grad_(False))
+
+
+def forward_step(model: Any, batch: Batch, step: int, whole: nn.Module, captured: list[Tensor]) -> dict[str, Tensor]:
+    NOW["step"], what = step, whole.what if step >= BEGIN else ""
+    change_once(model, what)
     output, more = model(batch["x"]), torch.zeros(())
     if what == "second_view":
         output = output - model(-batch["x"])
