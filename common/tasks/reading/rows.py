@@ -83,13 +83,14 @@ class Table:
         """Raises UsageError unless the table has these columns, {flag that names a column: its name}."""
         for flag, name in columns.items():
             if name not in self.column_names and name.partition(".")[0] not in self.column_names:
-                first = next(iter(self), {})
-                parts = {column: cell for column, cell in first.items() if isinstance(cell, dict)}
-                every = [
-                    [f"{column}.{key}" for key in parts.get(column, ())] or [column] for column in self.column_names
-                ]
-                found = ", ".join(chain.from_iterable(every))
+                found = ", ".join(self._named_texts())
                 raise UsageError(f"--data {self.name} has no column {name}: use {flag} with one of {found}")
+
+    def _named_texts(self) -> Iterator[str]:
+        """The columns, and in place of one with texts by name, "translation.de" and the others."""
+        for column, cell in next(iter(self), dict.fromkeys(self.column_names)).items():
+            texts = isinstance(cell, dict) and all(isinstance(text, str) for text in cell.values())
+            yield from (f"{column}.{key}" for key in cell) if texts and cell else [column]
 
     def has_classes(self, column: str | None) -> bool:
         """Whether there is such a column, with a cell that is not empty or -1, which stand for no class."""
