@@ -26,7 +26,7 @@ from .chain import cut_of
 from .grid import Part
 from .schedules import SCHEDULES, Shape, cost, make_steps
 from .sharding import gathers_again
-from .stages import Cut, Stage, copied, entry_of, in_one_stage, leave_before_layers, num_hooks
+from .stages import Cut, Stage, copied, entry_of, forward_hooks, in_one_stage, leave_before_layers, num_hooks
 from .strategy import Division, Strategy
 
 
@@ -151,16 +151,16 @@ class PipelineEngine(Engine):
         self._never_used = set[str]()
         self._with_gradients: list[bool] = []  # of the weights here, those that get one
         self._metric_names: list[str] | None = None  # from the first step on
-        self._num_hooks = num_hooks(self._copies)
-        self._others: dict[int, dict[Tensor, str]] = {  # of a stage: {weight: its name} of the other stage here
-            index: {
-                weight: name
-                for other in self.stages.values()
-                for name, weight in other.model.named_parameters()
-                if not isinstance(weight, Absent) and weight not in {*stage.parameters()}
-            }
-            for index, stage in self.stages.items()
-        }
+        copies = *(stage.model for stage in self.stages.values()), self._entry  # with which a pass may be called
+        self._hooks = forward_hooks(copies)
+        self._num_hooks = sum(map(len, self._hooks)), num_hooks(self._hooks)
+        self._others = {index: self._of_the_other_stage(index) for index in self.stages}
+
+    def _of_the_other_stage(self, index: int) -> dict[Tensor, str]:
+        """{weight: its name} of those here that this stage lacks."""
+        own = {*self.stages[index].parameters()}
+        every = chain.from_iterable(stage.model.named_parameters() for stage in self.stages.values())
+        return {weight: name for name, weight in every if weight not in own and not isinstance(weight, Absent)}
 
     def _divide(self, setup: Setup, division: Division) -> dict[int, Stage]:
         """The stages of this process. The optimizer gets their weights."""
@@ -195,13 +195,9 @@ class PipelineEngine(Engine):
     def module(self) -> nn.Module:
         return next(iter(self.stages.values())).model
 
-    @property
-    def _copies(self) -> list[nn.Module]:
-        """The models that a pass here may be called with."""
-        return [*(stage.model for stage in self.stages.values()), self._entry]
-
     def _refuse_new_hooks(self) -> None:
-        if num_hooks(self._copies) != self._num_hooks:
+        num_all, num_of_recipe = self._num_hooks
+        if sum(map(len, self._hooks)) != num_all and num_hooks(self._hooks) != num_of_recipe:  # mostly the cheap one
             raise UsageError(
                 "a hook was registered on a module of the model, or removed, after fit began: a pipeline runs copies "
                 "of the model, and not all of them got it",

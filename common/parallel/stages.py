@@ -228,12 +228,16 @@ def entry_of(
     return entry
 
 
-def num_hooks(models: Iterable[nn.Module]) -> int:
-    """How many hooks of forward passes the recipe has registered on these models, or on all modules."""
+def forward_hooks(models: Iterable[nn.Module]) -> list[dict[int, Any]]:
+    """Where the hooks of forward passes of these models are, and those of all modules."""
     modules = {module for model in models for module in model.modules()}
-    kinds = [getattr(module, kind) for module in modules for kind in ("_forward_pre_hooks", "_forward_hooks")]
-    kinds += [nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks]
-    functions = [getattr(hook, "func", hook) for kind in kinds for hook in kind.values()]
+    found = [getattr(module, kind) for module in modules for kind in ("_forward_pre_hooks", "_forward_hooks")]
+    return [*found, nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks]
+
+
+def num_hooks(hooks: Iterable[dict[int, Any]]) -> int:
+    """How many of these the recipe has registered."""
+    functions = [getattr(hook, "func", hook) for each in hooks for hook in each.values()]
     return sum(not str(function.__module__).startswith(OURS) for function in functions)
 
 
