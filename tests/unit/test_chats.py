@@ -51,7 +51,7 @@ def test_messages_of_weight_0_are_context() -> None:
     assert some["tokens"] == plain["tokens"] and not any(some["trained"][:half])
     assert some["trained"][half:] == plain["trained"][half:] and some["num_trained"] == plain["num_trained"] / 2
     with pytest.raises(
-        UsageError, match=r"message 2 .assistant. has the weight 0\.5: expected 1, or 0 for one that is"
+        UsageError, match=r"message 2 .assistant. has the weight 0\.5: expected 1, or 0 for a message that is"
     ):
         chats([QUESTION, ANSWER | {"weight": 0.5}])
 

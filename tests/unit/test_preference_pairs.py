@@ -140,7 +140,11 @@ def test_robust_loss_of_flipped_labels_is_on_average_that_of_the_right_ones(smoo
 @pytest.mark.parametrize(
     ("text", "smoothing", "line"),
     [
-        ("ppo", 0.0, "--loss ppo: expected one of dpo, dpo_norm, robust, ipo, hinge, apo_zero, apo_down, or a sum"),
+        (
+            "ppo",
+            0.0,
+            "--loss ppo: expected one of dpo, dpo_norm, robust, ipo, hinge, apo_zero, apo_down, or a weighted sum",
+        ),
         ("dpo,dpo:2", 0.0, "--loss dpo,dpo:2: expected one of"),
         ("dpo:-1", 0.0, "--loss dpo:-1: expected one of"),
         ("dpo:", 0.0, "--loss dpo:: expected one of"),
