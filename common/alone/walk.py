@@ -120,7 +120,7 @@ class Walk:
         if isinstance(value, partial):
             return [("", value.func), ("", value.args), ("", value.keywords)]
         if isinstance(value, types.ModuleType):
-            is_made = value.__spec__ is None  # by the recipe, not imported
+            is_made = type(value) is types.ModuleType and value.__spec__ is None  # by the recipe; not torch.ops
             is_users = is_made or is_own(getattr(value, "__file__", None) or "<frozen>")
             return self._fields(name, value) if is_users else []
         if isinstance(value, type):

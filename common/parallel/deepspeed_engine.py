@@ -32,7 +32,7 @@ class _NotByElement(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        given, made = next(iter(_listed(args)), None), _listed(result)
+        given, made = next(iter(tree_leaves(args)), None), tree_leaves(result)
         size = given.numel() if isinstance(given, Tensor) else 0
         is_by_element = all(each.numel() == size if isinstance(each, Tensor) else each is None for each in made)
         if size in self._sizes and not is_by_element and not isinstance(result, bool):
@@ -48,6 +48,7 @@ class DeepSpeedEngine(Engine):
 
     def __init__(self, setup: Setup, model: Any, optimizer: Any):
         super().__init__(setup, model, optimizer)
+        self._divides = True  # at stage 1 and 2, what the optimizer gets
         self.rounds_weights = self.plan.layout.precision != "float32"  # in bf16, from the start
         self._looks = False  # at the gradients of this step, and at what the optimizer computes
         self._not_by_element: set[str] | None = None  # functions in the optimizer's first step
@@ -212,10 +213,6 @@ class DeepSpeedEngine(Engine):
         # DeepSpeed keeps no float32 copy of frozen weights.
         with deepspeed.zero.GatheredParameters([tensor]):
             return tensor.detach().float().clone()
-
-
-def _listed(value: Any) -> list[Any]:
-    return tree_leaves(value) if isinstance(value, list | tuple) else [value]
 
 
 def _is_trained(tensor: Tensor) -> TypeGuard[nn.Parameter]:

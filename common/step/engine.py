@@ -65,7 +65,7 @@ class Engine:
         forward_step, self.batch_loss = setup.check_functions(model)
         self.forward_step = forward_step if setup.watched is None else setup.watched(forward_step)
         layout = self.plan.layout
-        self._divides = layout.dp_shard * layout.tp * layout.pp * layout.ep > 1 or layout.environment.uses("deepspeed")
+        self._divides = layout.dp_shard * layout.tp * layout.pp * layout.ep > 1  # the weights
         self.shares: list[Share] = []  # of this process's micro-batches, of the last step with a first pass
         # Called in each step when the gradients are there, before anything reads or clips them.
         self.after_backward: list[Callable[[], None]] = []

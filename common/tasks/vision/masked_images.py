@@ -21,7 +21,6 @@ from ..reading.text_files import local_path
 from .augmentation import UNCHANGED, VaryingFlags, variation
 from .cropped_images import Preprocessing, resize
 
-HELD_OUT = 5  # one image in so many is for evaluation, if the source has no evaluation part
 IGNORED = -100  # the class of pixels that do not count, as in losses of torch
 MOST = 1000  # classes: more are none
 ADVICE = "use --data digits for the embedded images, or the path of a folder"
@@ -45,18 +44,12 @@ class MaskOpener(Opener):
 
 @dataclass(frozen=True)
 class Masked:
-    """Images and their masks.
+    """Images and their masks, which are read one at a time."""
 
-    Attributes:
-        images, masks: read one at a time; in mode L or RGB, and int32 of shape (height, width).
-        classes: {number in the masks: its name}, sorted by their numbers.
-        rows: the numbers of those that belong to this part.
-    """
-
-    images: Any
-    masks: Any
-    classes: dict[int, str]
-    rows: Sequence[int]
+    images: Any  # in mode L or RGB
+    masks: Any  # int32 of shape (height, width)
+    classes: dict[int, str]  # {number in the masks: its name}, sorted by their numbers
+    rows: Sequence[int]  # the numbers of those that belong to this part
 
 
 class MaskedImages(Dataset):
@@ -134,7 +127,7 @@ def load_masked_images(
     rows: list[Any] = [range(len(part)) for part in masks]
     if len(rows) == 1:
         parts, masks = 2 * parts, 2 * masks
-        rows = [ids.tolist() for ids in hold_out(len(rows[0]), HELD_OUT)]
+        rows = [ids.tolist() for ids in hold_out(len(rows[0]), one_in=5)]
     images = [ImageFiles(data, files) for files, _ in parts]
     train, evaluation = (Masked(*each, classes, own) for each, own in zip(zip(images, masks), rows))
     say(f"--data {data}: {len(train.rows):,} images for training, {len(evaluation.rows):,} for evaluation")
