@@ -2,41 +2,25 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
-import torch
-from shared import BATCH, LEARNING_RATE, InOrder, drawn_rows, settings, write_rows
-from transformers import BertConfig, BertModel
+from shared import BATCH, LEARNING_RATE, LONGEST_TEXT, InOrder, drawn_rows, settings, write_encoder, write_rows
+from transformers import BertModel
 
-from accelerate_recipes.common.tasks.models.encoder import word_tokenizer
-
-PEER, MAX_LENGTH, SCALE = "sentence-transformers", 64, 20.0
+PEER, SCALE = "sentence-transformers", 20.0
 
 
 def prepare(folder: Path, steps: int) -> None:
     """Writes a BERT of 11 million weights with random ones, and the pairs of so many steps."""
-    texts = [" ".join(f"word{row * place % 977}" for place in range(5, 20 + row % 40)) for row in range(steps * BATCH)]
-    tokenizer = word_tokenizer(texts, 1024)
-    torch.manual_seed(0)
-    shape = BertConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=384,
-        intermediate_size=1536,
-        num_hidden_layers=6,
-        num_attention_heads=6,
-        max_position_embeddings=MAX_LENGTH,
-        hidden_dropout_prob=0,
-        attention_probs_dropout_prob=0,
-    )
-    BertModel(shape, add_pooling_layer=False).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    texts = write_encoder(folder, steps, partial(BertModel, add_pooling_layer=False))
     write_rows(folder, [{"query": text[: len(text) // 2], "document": text[len(text) // 2 :]} for text in texts])
 
 
 def flags(folder: Path) -> str:
     """Of the recipe."""
     return (
-        f"--data {folder}/data --model_name_or_path {folder}/model --batch_size {BATCH} --max_length {MAX_LENGTH} "
+        f"--data {folder}/data --model_name_or_path {folder}/model --batch_size {BATCH} --max_length {LONGEST_TEXT} "
         f"--learning_rate {LEARNING_RATE} --loss one_direction --no_learn_temperature --temperature {1 / SCALE}"
     )
 
@@ -55,7 +39,7 @@ def main(folder: Path, steps: int) -> None:
         pass
 
     model = SentenceTransformer(str(folder / "model"), device="cpu")  # the mean of a model without modules.json
-    model.max_seq_length = MAX_LENGTH
+    model.max_seq_length = LONGEST_TEXT
     trainer = Trainer(
         model,
         SentenceTransformerTrainingArguments(**settings(folder, steps)),

@@ -1,6 +1,6 @@
 """Each recipe beside its peer: the same weights, the same batches. Losses step by step, and CPU seconds in pairs.
 
-    pip install trl==1.16.0 sentence-transformers==6.2.0 timm==1.0.31
+    pip install trl==1.16.0 sentence-transformers==6.2.0 timm==1.0.31 diffusers==0.42.1
     python benchmarks/peers/run.py
 
 Both sides run as commands of their own, in turns. The CPU seconds of a step are those of a long run without those of a
@@ -18,13 +18,27 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+import diffusion
 import embeddings
 import finetune
 import image_classification
 import preferences
+import text_classification
+import vision_language
 
 ROOT = Path(__file__).parents[2]
-PEERS = {module.__name__: module for module in (finetune, preferences, embeddings, image_classification)}
+PEERS = {
+    module.__name__: module
+    for module in (
+        finetune,
+        preferences,
+        text_classification,
+        embeddings,
+        image_classification,
+        vision_language,
+        diffusion,
+    )
+}
 SHORT = 4  # steps
 
 

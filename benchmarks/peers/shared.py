@@ -1,16 +1,19 @@
 """What the peers share: a model and rows in files, the settings of a Trainer, and its losses."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, SequentialSampler
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from accelerate_recipes.common.tasks.chat.chat_models import small_chat_model
+from accelerate_recipes.common.tasks.models.encoder import word_tokenizer
 
 BATCH, MAX_LENGTH, LEARNING_RATE, HELD_OUT = 8, 192, 1e-4, 2
+LONGEST_TEXT = 64  # tokens, of an encoder
 
 
 def write_model(folder: Path) -> None:
@@ -31,6 +34,28 @@ def write_model(folder: Path) -> None:
     )
     LlamaForCausalLM(shape).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
+
+
+def write_encoder(folder: Path, steps: int, make: Callable[[BertConfig], PreTrainedModel], **shape: Any) -> list[str]:
+    """A BERT of 11 million weights with random ones, of this kind and shape, and a tokenizer. Returns the texts of so
+    many steps, whose words are its tokens."""
+    texts = [" ".join(f"word{row * place % 977}" for place in range(5, 20 + row % 40)) for row in range(steps * BATCH)]
+    tokenizer = word_tokenizer(texts, 1024)
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=384,
+        intermediate_size=1536,
+        num_hidden_layers=6,
+        num_attention_heads=6,
+        max_position_embeddings=LONGEST_TEXT,
+        hidden_dropout_prob=0,
+        attention_probs_dropout_prob=0,
+        **shape,
+    )
+    make(config).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    return texts
 
 
 def drawn_order(number: int) -> list[int]:

@@ -73,6 +73,15 @@ def test_numbers_that_need_a_scale_are_refused(tmp_path: Path) -> None:
         load_pretrained(str(tmp_path), 16, "sdpa")
 
 
+def test_a_missing_scale_is_refused(tmp_path: Path) -> None:
+    quantize(tmp_path, FP8)
+    stored, name = load_file(tmp_path / "model.safetensors"), "model.layers.0.mlp.up_proj.weight"
+    stored.pop(f"{name}_scale_inv")
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UsageError, match=f"its files have {name} in F8_E4M3 and no scales for it"):
+        load_pretrained(str(tmp_path), 16, "sdpa")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_types_are_read_as_transformers_reads_them(tmp_path: Path, dtype: torch.dtype) -> None:
     write_model(tmp_path, num_positions=32)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -26,6 +27,7 @@ from ...weights.on_disk import leave_on_disk, on_disk, with_random_weights
 from .tokenization import tokenizer_of
 
 TYPES = ("F64", "F32", "F16", "BF16")  # of safetensors, whose numbers are the weights themselves
+SCALED = ("F8_E4M3", "F8_E5M2")  # each has its scales beside it
 PLAIN = "use the path of the model of which it was made, with weights in float32, bfloat16 or float16"
 
 
@@ -115,6 +117,8 @@ def exported_pipeline(task: str, output_dir: Path) -> Any:
     """transformers' pipeline of a task with the model that a run has exported. Raises UsageError if there is none."""
     from transformers import pipeline  # takes seconds
 
+    logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", "Tokenizer does not support real words")  # each token is one
     return pipeline(task, model=exported_folder(output_dir))
 
 
@@ -150,8 +154,12 @@ def _undo_quantization(config: Any) -> dict[str, Any]:
 
 
 def _check_types(model: PreTrainedModel, folder: "Folder", dequantized: bool) -> None:
-    """Raises UsageError if numbers in the files need a scale that nobody applied, or a loaded weight is none of
-    float32."""
+    """Raises UsageError if numbers in the files need a scale that is missing or that nobody applied, or a loaded weight
+    is none of float32."""
+    names = sorted(folder.types)  # X.weight, X.weight_scale_inv
+    for name, following in zip(names, [*names[1:], ""]):
+        if dequantized and folder.types[name] in SCALED and not following.startswith(name):
+            raise UsageError(f"its files have {name} in {folder.types[name]} and no scales for it: {PLAIN}")
     weights = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
     stored = {
         kind
