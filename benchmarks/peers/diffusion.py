@@ -26,7 +26,9 @@ def prepare(folder: Path, steps: int) -> None:
             (folder / "data" / part / name).mkdir(parents=True)
         for index in range(number):
             place = folder / "data" / part / CLASSES[index % 2]
-            Image.new("L", (SIDE, SIDE), 40 + index % 7 if index % 2 else 200 + index % 7).save(place / f"{index:06d}.png")
+            Image.new("L", (SIDE, SIDE), 40 + index % 7 if index % 2 else 200 + index % 7).save(
+                place / f"{index:06d}.png"
+            )
 
 
 def flags(folder: Path) -> str:

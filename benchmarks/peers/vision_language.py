@@ -29,7 +29,10 @@ def prepare(folder: Path, steps: int) -> None:
     for number in range(steps * BATCH):
         colour, path = COLOURS[number % 4], folder / "images" / f"{number}.png"
         Image.new("RGB", (64, 48), colour).save(path)
-        question = [{"type": "image"}, {"type": "text", "text": f"Which colour has {number}?" + " Look." * (number % 7)}]
+        question = [
+            {"type": "image"},
+            {"type": "text", "text": f"Which colour has {number}?" + " Look." * (number % 7)},
+        ]
         answer = [{"type": "text", "text": f"It is {colour}" + ", as you see" * (number % 5) + "."}]
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         rows.append({"messages": messages, "images": [str(path)]})

@@ -47,7 +47,7 @@ COMMANDS = {
 # The packages of others, which nothing else needs.
 PACKAGES = {
     "benchmarks/preferences_trl.py": ["trl"],
-    "benchmarks/peers/run.py": ["trl", "sentence_transformers", "timm"],
+    "benchmarks/peers/run.py": ["trl", "sentence_transformers", "timm", "diffusers"],
 }
 # Under accelerate launch: (config, flags).
 LAUNCHED = {

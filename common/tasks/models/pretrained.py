@@ -31,10 +31,23 @@ SCALED = ("F8_E4M3", "F8_E5M2")  # each has its scales beside it
 PLAIN = "use the path of the model of which it was made, with weights in float32, bfloat16 or float16"
 
 
+@contextmanager
+def silent() -> Iterator[None]:
+    """Lets transformers print nothing, such as that torchvision is missing, in the `with` block or the function."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+@silent()
 def load(
     kind: Any, name_or_path: str, expected: str, reads: Any = AutoTokenizer, **options: Any
 ) -> tuple[Any, Any, list[str]]:
-    """Loads a model in float32 and its tokenizer. transformers prints nothing.
+    """Loads a model in float32 and its tokenizer.
 
     If safetensors files hold exactly the weights of the model, the weights stay on disk until `fit` fills each process.
     Raises UsageError for no such model or tokenizer there, or damaged files.
@@ -50,9 +63,6 @@ def load(
     Returns:
         (model, tokenizer, names of the weights that are new: the files lack them, or have heads of another shape)
     """
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity(logging.CRITICAL)
-    logging.disable_progress_bar()
     has_flag, trust = "trust_remote_code" in options, {"trust_remote_code": options.pop("trust_remote_code", False)}
     tokenizer_path = options.pop("tokenizer_path", name_or_path)
     options |= {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True, **trust}
@@ -79,8 +89,6 @@ def load(
         raise UsageError(
             f"--model_name_or_path {name_or_path}: no {expected} there ({first_line(error)}{needs})"
         ) from None
-    finally:
-        logging.set_verbosity(verbosity)
     misfits = sorted(name for name, *_ in info["mismatched_keys"])
     if body := [name for name in misfits if name.startswith(f"{model.base_model_prefix}.")]:
         raise UsageError(
@@ -113,18 +121,18 @@ def export_of(model: Any, processor: Any, files: Mapping[str, Any] | None = None
     return export
 
 
+@silent()
 def exported_pipeline(task: str, output_dir: Path) -> Any:
     """transformers' pipeline of a task with the model that a run has exported. Raises UsageError if there is none."""
     from transformers import pipeline  # takes seconds
 
-    logging.disable_progress_bar()
     warnings.filterwarnings("ignore", "Tokenizer does not support real words")  # each token is one
     return pipeline(task, model=exported_folder(output_dir))
 
 
+@silent()
 def exported_model(kind: Any, output_dir: Path) -> tuple[Any, Any]:
     """(the model that a run has exported, its tokenizer), for `--predict`. Raises UsageError if there is none."""
-    logging.disable_progress_bar()
     folder = exported_folder(output_dir)
     return kind.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ...errors import UsageError, first_line
+from ..models.pretrained import silent
 from ..reading.labelled import Labelled
 from ..reading.labelled_images import load_image_splits
 from ..reading.sources import check_not_streamed, hold_out
@@ -53,10 +54,11 @@ class Preprocessing:
                 f"({first_line(error)})"
             ) from None
 
+    @silent()
     def write(self, folder: Path, crops: bool = True) -> None:
         """Writes the settings for transformers' pipelines into the folder of an exported model: with the middle square
         of an image, or with all of it, squeezed into a square."""
-        import transformers  # its processors say that torchvision is missing
+        import transformers
 
         colours = {"image_mean": self.mean, "image_std": self.std, "resample": Image.Resampling.BILINEAR}
         if crops:
