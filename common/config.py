@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import operator
 import os
 import sys
 import typing
@@ -13,21 +14,25 @@ from typing import Any, Literal
 from .errors import UsageError
 from .schedule import Schedule
 
+BOUNDS = {  # name: (whether a value is outside, what a value must be)
+    "minimum": (operator.lt, "{} or more"),
+    "maximum": (operator.gt, "{} or less"),
+    "above": (operator.le, "more than {}"),
+    "below": (operator.ge, "less than {}"),
+}
 
-def flag(
-    default: Any, help: str, minimum: float | None = None, above: float | None = None, below: float | None = None
-) -> Any:
+
+def flag(default: Any, help: str, **bounds: float) -> Any:
     """A config field that is also a command-line flag.
 
     Args:
         default: value if the flag is not given. A recipe's subclass may override the default alone.
         help: what `--help` prints.
-        minimum: the smallest accepted value.
-        above: the value must be greater than this.
-        below: the value must be less than this.
+        bounds: `minimum` and `maximum` of the values, or what these must be `above` or `below`.
     """
-    metadata = {"help": help, "minimum": minimum, "above": above, "below": below}
-    return dataclasses.field(default=default, metadata=metadata)
+    if unknown := {*bounds} - {*BOUNDS}:
+        raise TypeError(f"flag() has no {', '.join(unknown)}: use {', '.join(BOUNDS)}")
+    return dataclasses.field(default=default, metadata={"help": help, **bounds})
 
 
 @dataclass(kw_only=True)
@@ -161,17 +166,12 @@ def _check(config_class: type, name: str, value: Any) -> None:
         raise UsageError(f"--{name} {value}: no such choice; use one of {', '.join(map(str, choices))}")
     if value is None or isinstance(value, str | bool | Path):
         return
-    minimum, above, below = (metadata.get(bound) for bound in ("minimum", "above", "below"))
     if isinstance(value, float) and not math.isfinite(value):
         raise UsageError(f"--{name} {value}: expected a finite number")
-    if minimum is not None and value < minimum:
-        raise UsageError(f"--{name} {value}: expected {minimum} or more")
-    if above is not None and value <= above:
-        raise UsageError(f"--{name} {value}: expected more than {above}")
-    if below is None and isinstance(value, int):
-        below = 2**31
-    if below is not None and value >= below:
-        raise UsageError(f"--{name} {value}: expected less than {below}")
+    bounds = ({"below": 2**31} if isinstance(value, int) else {}) | metadata
+    for bound, (is_outside, expected) in BOUNDS.items():
+        if bound in bounds and is_outside(value, bounds[bound]):
+            raise UsageError(f"--{name} {value}: expected {expected.format(bounds[bound])}")
 
 
 def declaration(config_class: type, name: str) -> tuple[Any, dict[str, Any]]:

@@ -59,9 +59,9 @@ class Config(ChatFlags):
     teacher: str | None = flag(None, "chat model with the same tokens (folder or Hub id)")
     temperature: float = flag(1.0, "of both predictions: above 1 shows more of the teacher's doubts", above=0)
     beta: float = flag(
-        0.0, "0: KL(teacher, student); 1: KL(student, teacher); or a divergence between", minimum=0, below=1.001
+        0.0, "0: KL(teacher, student); 1: KL(student, teacher); or a divergence between", minimum=0, maximum=1
     )
-    kd_ratio: float = flag(1.0, "weight of the teacher in the loss; the labels have the rest", minimum=0, below=1.001)
+    kd_ratio: float = flag(1.0, "weight of the teacher in the loss; the labels have the rest", minimum=0, maximum=1)
 
 
 def divergence(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
