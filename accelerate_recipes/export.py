@@ -51,17 +51,12 @@ def _opened(checkpoint: Path) -> "Reader":
     """The verified checkpoint. Raises UsageError if it is damaged or none is there."""
     from accelerate_recipes.common.checkpoint.format import MANIFEST, DamagedError
     from accelerate_recipes.common.checkpoint.reader import Reader
-    from accelerate_recipes.common.checkpoint.resume import check_state, newest
+    from accelerate_recipes.common.checkpoint.resume import newest
     from accelerate_recipes.common.cpu_group import CpuGroup
-
-    def opened(path: Path) -> "Reader":
-        reader = Reader.open_verified(path, CpuGroup())
-        check_state(reader.content)
-        return reader
 
     if (checkpoint / MANIFEST).exists():
         try:
-            return opened(checkpoint)
+            return Reader.open_verified(checkpoint, CpuGroup())
         except DamagedError as error:
             raise UsageError(
                 f"{checkpoint} is not a complete checkpoint ({error}): use the run's output folder for its newest "
@@ -70,7 +65,7 @@ def _opened(checkpoint: Path) -> "Reader":
     if not checkpoint.is_dir():
         raise UsageError(f"{checkpoint} is not a folder: use that of a checkpoint or of a run")
     try:
-        reader = newest(checkpoint, opened, CpuGroup())
+        reader = newest(checkpoint, Reader.open_verified, CpuGroup())
     except DamagedError as error:
         raise UsageError(f"{error}: nothing can be exported from it") from None
     if reader is not None:

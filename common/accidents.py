@@ -42,10 +42,11 @@ WRITERS = {
 
 def folders() -> dict[str, Path]:
     """{variable: folder} of the caches of the libraries, as they choose it; the variable moves it."""
-    home = Path(os.path.expanduser("~"))  # noqa: PTH111  # as the libraries do: without a home it stays "~"
+    home = Path("~")
 
     def chosen(variable: str, default: Path) -> Path:
-        return Path(os.environ.get(variable) or default).absolute()
+        # As the libraries do: without a home it stays "~".
+        return Path(os.path.expanduser(os.environ.get(variable) or default)).absolute()  # noqa: PTH111
 
     shared = chosen("XDG_CACHE_HOME", home / ".cache")
     hub = chosen("HF_HOME", shared / "huggingface")

@@ -184,6 +184,4 @@ def declaration(config_class: type, name: str) -> tuple[Any, dict[str, Any]]:
     return _hints(config_class)[name], {}
 
 
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+_hints = functools.cache(typing.get_type_hints)

@@ -34,27 +34,17 @@ def seed_batch(seed: int, epoch: int, samples: Sequence[int]) -> None:
     _seed(_mixed(seed, ~epoch, zlib.crc32(numpy.asarray(samples, numpy.int64).tobytes())), CPU)
 
 
-def seed_epoch(seed: int, epoch: int) -> None:
-    """Like `seed_sample`, before a sampler orders the samples of an epoch."""
-    _seed(_mixed(~seed, ~epoch, 0), CPU)
-
-
 def seed_forward(seed: int, step: int, row: int, device: torch.device) -> None:
     """Seeds the generators of Python, NumPy and torch, on the CPU and on the device, before a forward pass: for dropout
-    and noise. Also before an update of the weights.
+    and noise. Also before an update of the weights, and before the recipe's own schedule or order of samples is asked.
 
     Args:
         seed: `--seed`.
         step: optimizer steps taken; or EVALUATION.
-        row: the number of the micro-batch among those of all processes in this step; or UPDATE, or COMPARISON.
+        row: the number of the micro-batch among those of all processes in this step; or what stands for it.
         device: of the model.
     """
     _seed(_mixed(~seed, step, row), device)  # other numbers than those of the samples
-
-
-def seed_schedule(seed: int, step: int) -> None:
-    """Like `seed_sample`, before a schedule of the recipe's own gives the learning rate of a step."""
-    _seed(_mixed(~seed, step, SCHEDULE), CPU)
 
 
 def generator_states(device: torch.device) -> list[Any]:

@@ -9,7 +9,6 @@ from typing import Any
 from accelerate_recipes.catalog import count_gpus, mapping_in, runs_here
 from accelerate_recipes.common.checkpoint.format import DamagedError
 from accelerate_recipes.common.checkpoint.reader import Reader
-from accelerate_recipes.common.checkpoint.resume import check_state
 from accelerate_recipes.common.checkpoint.source import COMMAND, CONFIGS, launch_option, open_source
 from accelerate_recipes.common.errors import RunError, UsageError
 from accelerate_recipes.common.records.output_dir import checkpoints
@@ -118,11 +117,9 @@ def _opened(checkpoint: Path) -> dict[str, Any]:
     if not checkpoint.is_dir():
         raise UsageError(f"--checkpoint {checkpoint}: no such folder; {advice}")
     try:
-        content = Reader(checkpoint).content
-        check_state(content)
+        return Reader(checkpoint).content
     except (DamagedError, RunError) as error:
         raise UsageError(f"--checkpoint {checkpoint} is not a complete checkpoint ({error}): {advice}") from None
-    return content
 
 
 def _is_checked(folder: Path) -> bool:
