@@ -71,6 +71,9 @@ def look() -> Machine:
     memory, free_memory = _memory()
     gpus, why_no_gpu = _gpus()
     default_config = folders()["HF_HOME"] / "accelerate/default_config.yaml"  # that `accelerate launch` reads
+    default_values: dict[str, Any] = {}
+    with suppress(UsageError):  # there is none, or it is none
+        default_values = mapping_in(default_config)
     shared, (open_files, _) = Path("/dev/shm"), resource.getrlimit(resource.RLIMIT_NOFILE)
     return Machine(
         memory=memory,
@@ -82,15 +85,8 @@ def look() -> Machine:
         mpirun=shutil.which("mpirun") or shutil.which("mpiexec"),
         versions=installed_versions(*PACKAGES),
         default_config=default_config if default_config.is_file() else None,
-        default_values=_values(default_config),
+        default_values=default_values,
     )
-
-
-def _values(config: Path) -> dict[str, Any]:
-    """The content of a config file; nothing if it is none."""
-    with suppress(UsageError):
-        return mapping_in(config)
-    return {}
 
 
 def _gib(size: int) -> str:

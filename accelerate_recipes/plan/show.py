@@ -74,10 +74,7 @@ def show_several(plans: Sequence[Estimate | NoPlan]) -> None:
                 plan.run.layout,
                 in_bytes(plan.step.peak),
                 "yes" if plan.fits else "no",
-                *_speed(plan.speed),
-                f"{plan.speed.mfu:.1%}",
-                _hours(plan.speed.hours),
-                f"{plan.speed.gpu_hours:,.3g}",
+                *_speed(plan.speed, f"{plan.speed.mfu:.1%}"),
             )
             for plan in plans
             if isinstance(plan, Estimate)
@@ -91,14 +88,7 @@ def show_several(plans: Sequence[Estimate | NoPlan]) -> None:
 def show_scaling(configs: dict[str, list[Speed]]) -> None:
     """Prints each config with more and more GPUs."""
     rows = [
-        (
-            config,
-            f"{row.num_processes:,}",
-            *_speed(row),
-            f"{row.efficiency:.0%}",
-            _hours(row.hours),
-            f"{row.gpu_hours:,.3g}",
-        )
+        (config, f"{row.num_processes:,}", *_speed(row, f"{row.efficiency:.0%}"))
         for config, steps in configs.items()
         for row in steps
     ]
@@ -158,8 +148,10 @@ def in_bytes(number: float) -> str:
     return f"{number / 1000**power:.3g} {units[power]}"
 
 
-def _speed(row: Speed) -> tuple[str, str, str]:
-    return _seconds(row.seconds), f"{row.waits / row.seconds:.0%}", f"{row.samples_per_second:,.4g}"
+def _speed(row: Speed, share: str) -> tuple[str, ...]:
+    """The cells of a table: a step, how much of it waits, samples/s, a share, the time and the GPU hours of the run."""
+    cells = _seconds(row.seconds), f"{row.waits / row.seconds:.0%}", f"{row.samples_per_second:,.4g}"
+    return *cells, share, _hours(row.hours), f"{row.gpu_hours:,.3g}"
 
 
 def _check(plan: Estimate) -> str:

@@ -7,7 +7,6 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.util import find_spec
 from itertools import chain, zip_longest
 from pathlib import Path, PurePath
@@ -89,7 +88,11 @@ def load_tables(
     if files is None or all(ending_of(place) == ".parquet" for places in files.splits.values() for place in places):
         names, read = _datasets_of(data, advice, max_samples, files)
     else:
-        names, read = _names(data, files.splits), partial(_read_files, data, files, max_samples)
+        names, places, kinds = _names(data, files.splits), files.splits, files.kinds
+
+        def read(name: str) -> Table:
+            return table_of(f"{data}, {name}" if len(places) > 1 else data, places[name], max_samples, kinds)
+
     tables = [read(names[0])]
     for name, following in zip_longest(names[1:], names[2:]):
         if is_labelled(table := read(name)):
@@ -97,11 +100,6 @@ def load_tables(
         instead = f"{following} is read in its place" if following else "it is left out"
         say(f"--data {data}: the {name} split has no classes: {instead}")
     return tables
-
-
-def _read_files(data: str, files: Files, max_samples: int | None, name: str) -> Table:
-    named = f"{data}, {name}" if len(files.splits) > 1 else data
-    return table_of(named, files.splits[name], max_samples, files.kinds)
 
 
 def _datasets_of(
