@@ -39,7 +39,9 @@ def show_one(plan: Estimate, gpu: Gpu) -> None:
             f"{rate:.3g} in step {int(number) + 1:,}" for number, rate in run.learning_rates.items()
         ),
         "first steps": _check(plan),
-        "checkpoints": _checkpoints(plan),
+        "checkpoints": f"{in_bytes(step.saved)} every {run.save_every:,} steps, {run.keep_checkpoints} kept"
+        if run.save_every
+        else f"none: use --save_every; each would have {in_bytes(step.saved)}",
         "weights": f"{in_bytes(step.weights)} in each process",
         "gradients": in_bytes(step.gradients),
         "optimizer": in_bytes(step.optimizer),
@@ -165,13 +167,6 @@ def _check(plan: Estimate) -> str:
     if reason is not None:
         return f"not checked against one process: {reason}"
     return f"{run.check_steps} checked against one process, in about {_seconds(plan.check_seconds)}"
-
-
-def _checkpoints(plan: Estimate) -> str:
-    run, size = plan.run, in_bytes(plan.step.saved)
-    if not run.save_every:
-        return f"none: use --save_every; each would have {size}"
-    return f"{size} every {run.save_every:,} steps, {run.keep_checkpoints} kept"
 
 
 def _seconds(number: float) -> str:

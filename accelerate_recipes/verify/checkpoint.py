@@ -37,8 +37,6 @@ class Origin:
     def of(cls, content: dict[str, Any], script: Path, folder: Path) -> "Origin":
         """Reads the manifest of a checkpoint. `script`: the recipe, if the manifest names none; `folder`: for the
         config."""
-        if "source" not in content:  # of a version that did not keep it
-            return cls(script.name)
         archive = open_source(content["source"])
         words = shlex.split(archive.read(COMMAND).decode())
         at = next((at for at, word in enumerate(words) if at and word.endswith(".py")), len(words))

@@ -16,7 +16,7 @@ from accelerate_recipes.common.check.sketch import Sketch
 from accelerate_recipes.common.check.tolerances import BF16, FLOAT32, RECORD, TOLERANCE, TRAJECTORY_TIMES_FLOOR
 from accelerate_recipes.common.norms import relative_distance
 from accelerate_recipes.common.records.run_card import read_card
-from accelerate_recipes.common.weights.on_disk import Files
+from accelerate_recipes.common.weights.on_disk import WeightFiles
 
 Point = tuple[int | None, str]  # (step, name of a value), or (None, name of a tensor after the last step)
 # {key: how far rounding errors move it}, or {name of a value, or "weights": the same for all steps or tensors}
@@ -39,7 +39,7 @@ class Trace:
     def of_run(cls, folder: Path) -> "Trace":
         """Reads metrics.jsonl, run.json and model/ of an output folder."""
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        weights = Files(sorted((folder / "model").glob("*.safetensors")))
+        weights = WeightFiles(sorted((folder / "model").glob("*.safetensors")))
         return cls(_values(map(json.loads, lines)), weights, read_card(folder))
 
     @classmethod

@@ -14,7 +14,7 @@ from typing import Any
 
 from accelerate_recipes.catalog import count_gpus, find_config
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.common.weights.on_disk import Files
+from accelerate_recipes.common.weights.on_disk import WeightFiles
 from accelerate_recipes.verify.causes import cause_of_other_repetition, likely_cause_of_script
 from accelerate_recipes.verify.certificate import Certificate, Row
 from accelerate_recipes.verify.compare import Trace, compare, noise_floor
@@ -139,7 +139,7 @@ def _trace(processes: list[dict[str, Any]], folder: Path) -> Trace:
     facts |= {"parts_at": parts_at, "has_unequal_parts": has_unequal_parts, "has_widths": has_widths}
     epochs = [[part.get("epoch") for part in step["micro_batches"]][:1] for step in first["steps"]]
     ends = [number for number, (before, after) in enumerate(pairwise(epochs), 1) if before != after]
-    return Trace(values, Files(sorted(folder.glob("*.safetensors"))), first | facts | {"epochs": ends})
+    return Trace(values, WeightFiles(sorted(folder.glob("*.safetensors"))), first | facts | {"epochs": ends})
 
 
 def _repeats_an_epoch(steps: list[dict[str, Any]]) -> bool:

@@ -16,7 +16,7 @@ from .shards import TensorReader, read_like
 Origin = tuple[TensorReader, str]  # what reads a weight, and its name there
 
 
-class Files(Mapping[str, Tensor]):
+class WeightFiles(Mapping[str, Tensor]):
     """The weights in safetensors files by their names, each a map of its file; also a `TensorReader`. `types` has their
     types in the words of safetensors."""
 

@@ -19,7 +19,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from ...config import RunConfig, flag
 from ...errors import UsageError, first_line
-from ...weights.on_disk import Files, origin_of, with_random_weights
+from ...weights.on_disk import WeightFiles, origin_of, with_random_weights
 from .pretrained import files_of
 
 FILE, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
@@ -55,7 +55,7 @@ class Adapter:
         model.generation_config.to_json_file(folder / "generation_config.json")
         base = Path(self.settings.base_model_name_or_path)
         if getattr(model, "ends_otherwise", False) and base.is_dir() and not getattr(model.config, "auto_map", None):
-            files = {name: path for path in files_of(str(base)) for name in Files([path]).tensors}
+            files = {name: path for path in files_of(str(base)) for name in WeightFiles([path]).tensors}
             index = json.dumps({"metadata": {}, "weight_map": files}, indent=2)
             if files:
                 (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(index, encoding="utf-8")

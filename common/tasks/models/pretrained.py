@@ -21,7 +21,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from ...environment import print_once
 from ...errors import UsageError, first_line
 from ...files import check_is_pulled
-from ...weights.on_disk import Files, leave_on_disk, on_disk, with_random_weights
+from ...weights.on_disk import WeightFiles, leave_on_disk, on_disk, with_random_weights
 from .tokenization import tokenizer_of
 
 TYPES = ("F64", "F32", "F16", "BF16")  # of safetensors, whose numbers are the weights themselves
@@ -58,7 +58,7 @@ def load(
         config = AutoConfig.from_pretrained(name_or_path, **trust)
         options |= (dequantized := _undo_quantization(config))
         model, info = kind.from_pretrained(name_or_path, device_map={"": "meta"}, **options)
-        folder = Files(files_of(name_or_path))  # they are here now
+        folder = WeightFiles(files_of(name_or_path))  # they are here now
         if dequantized or not _left_on_disk(model, folder):
             model, info = kind.from_pretrained(name_or_path, **options)
         _check_types(model, folder, bool(dequantized))
@@ -148,7 +148,7 @@ def _undo_quantization(config: Any) -> dict[str, Any]:
     return {"quantization_config": settings}
 
 
-def _check_types(model: PreTrainedModel, folder: Files, dequantized: bool) -> None:
+def _check_types(model: PreTrainedModel, folder: WeightFiles, dequantized: bool) -> None:
     """Raises UsageError if numbers in the files need a scale that nobody applied, or a loaded weight is none of
     float32."""
     weights = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
@@ -198,7 +198,7 @@ def files_of(name_or_path: str) -> list[str]:
     return [str(find(name)) for name in names]
 
 
-def _left_on_disk(model: PreTrainedModel, folder: Files) -> bool:
+def _left_on_disk(model: PreTrainedModel, folder: WeightFiles) -> bool:
     """Whether the files hold the weights of a model on the meta device, one tensor for each, unchanged. Then each
     weight knows its place, and the buffers have their values."""
     if getattr(model, "_weight_conversions", None):

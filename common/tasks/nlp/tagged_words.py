@@ -149,7 +149,7 @@ def _conll_files(data: str) -> list[list[Place]]:
     if ending_of(path) in CONLL and not path.exists():  # no Hub id
         raise UsageError(f"--data {data}: no such file; {ADVICE}")
     if path.is_dir() and not {ending_of(name) for name in walk(path)[0]} & {*TABLES} - {*CONLL}:
-        return [*files_of_folder(data, path, CONLL, ADVICE).splits.values()][:2]
+        return [*files_of_folder(data, path, CONLL, ADVICE).values()][:2]
     return [[path]] if path.is_file() and ending_of(path) in CONLL else []
 
 
