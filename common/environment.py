@@ -28,6 +28,7 @@ SETTINGS = re.compile("(ACCELERATE|FSDP|PARALLELISM_CONFIG)_")  # of the config 
 RANKS = re.compile("(LOCAL_|GROUP_|ROLE_|)(RANK|WORLD_SIZE)")
 NUMBERS = re.compile(f"{RANKS.pattern}|MASTER_PORT|TORCHELASTIC_RESTART_COUNT")
 OF_LAUNCHERS = re.compile(f"({NUMBERS.pattern}|MASTER_ADDR)$|{SETTINGS.pattern}")
+INHERITED = re.compile(f"{OF_LAUNCHERS.pattern}|TORCHELASTIC_")  # what a process that is no part of the run must not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,8 +148,7 @@ def without_ranks() -> Iterator[None]:
 
 def variables_of_one_process() -> dict[str, str]:
     """The environment of a process of its own on the CPU: in the precision of this run, without its launcher."""
-    launchers = re.compile(f"{OF_LAUNCHERS.pattern}|TORCHELASTIC_")
-    kept = {name: value for name, value in os.environ.items() if not launchers.match(name)}
+    kept = {name: value for name, value in os.environ.items() if not INHERITED.match(name)}
     precision = {"ACCELERATE_MIXED_PRECISION": Environment.read().mixed_precision}
     return kept | {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"} | precision
 

@@ -24,8 +24,6 @@ from accelerate_recipes.matrix import PIPELINES
 if TYPE_CHECKING:
     from accelerate_recipes.common.step.setup import Setup
 
-_INHERITED = re.compile("ACCELERATE_|FSDP_|PARALLELISM_CONFIG_|TORCHELASTIC_|MASTER_|WORLD_SIZE|RANK|LOCAL_|GROUP_")
-
 
 class Answer(TypedDict):
     """What a run would refuse."""
@@ -183,7 +181,9 @@ def launched(config: Path, flags: Sequence[str] = ()) -> dict[str, str]:
 
 def remove_variables() -> None:
     """Removes the variables of a launcher around this process, which a run must not inherit."""
-    for name in filter(_INHERITED.match, list(os.environ)):
+    from accelerate_recipes.common.environment import INHERITED
+
+    for name in filter(INHERITED.match, list(os.environ)):
         del os.environ[name]
 
 

@@ -98,9 +98,7 @@ def load_pairs(
     else:
         columns = query_column, document_column, negative_column, score_column
         parts = [_rows(table, *columns) for table in load_tables(data, ADVICE)]
-    if len(parts) == 1:
-        parts = divide(parts[0])
-    train, evaluation = parts
+    train, evaluation = divide(parts)
     if min(len(train), len(evaluation)) < 2:
         raise UsageError(
             f"--data {data} has {len(train)} training and {len(evaluation)} evaluation pairs: expected two or more of "

@@ -129,8 +129,7 @@ def load_tagged_words(
         tables = load_tables(data, ADVICE)
         parts = [_rows(table, word_column, tag_column) for table in tables]
         names = getattr(getattr(tables[0].kinds.get(tag_column), "feature", None), "names", names)
-    if len(parts) == 1:
-        parts = divide(parts[0])
+    parts = divide(parts)
     if not all(parts):
         raise UsageError(f"--data {data} has no sentences for training or evaluation: expected two or more")
     classes = names or sorted({tag for part in parts for _, tags in part for tag in tags})

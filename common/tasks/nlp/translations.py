@@ -60,8 +60,7 @@ def load_translations(data: str, source: str, target: str, embedded: Callable[[]
     for table in [] if parts else load_tables(data, ADVICE):
         table.check_columns({"--source_column": source, "--target_column": target})
         parts.append(rows_with_text(table, source, target))
-    if len(parts) == 1:
-        parts = divide(parts[0])
+    parts = divide(parts)
     if not all(parts):
         raise UsageError(f"--data {data} has too few pairs of texts: expected some to train on, others to evaluate")
     return parts[0], parts[1]

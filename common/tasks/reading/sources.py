@@ -4,14 +4,16 @@ import glob
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from itertools import chain, zip_longest
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 import torch
+from huggingface_hub import metadata_load
+from yaml import YAMLError
 
 from ...data.facts import say
 from ...errors import RunError, UsageError, first_line
@@ -58,9 +60,13 @@ def hold_out(num_samples: int, one_in: int = HELD_OUT) -> tuple[torch.Tensor, to
     return order[num_held_out:], order[:num_held_out]
 
 
-def divide(rows: Sequence[Row], one_in: int = HELD_OUT) -> list[list[Row]]:
-    """[the rest, the held-out rows], like `hold_out`, each in their order."""
-    return [[rows[number] for number in ids.sort().values.tolist()] for ids in hold_out(len(rows), one_in)]
+def divide(parts: list[list[Row]], one_in: int = HELD_OUT) -> list[list[Row]]:
+    """The training rows and the evaluation rows, if there are both; of one part the rest and the held-out rows, like
+    `hold_out`, each in their order."""
+    if len(parts) > 1:
+        return parts
+    ids = hold_out(len(parts[0]), one_in)
+    return [[parts[0][number] for number in each.sort().values.tolist()] for each in ids]
 
 
 def load_tables(
@@ -190,7 +196,7 @@ def files_of_folder(data: str, folder: Path, kinds: dict[str, str], advice: str)
                 f"--data {data} holds {other.name} and {path.name}, which may be the same: use the path of one, or "
                 "move the other away"
             )
-    named = [(path.absolute(), _split_of(path.relative_to(folder))) for path in found]
+    named = [(path.absolute(), split_of(path.relative_to(folder))) for path in found]
     unnamed = "" if any(split == "train" for _, split in named) else "train"  # the split of files without one
     splits: Files = {}
     for path, split in named:
@@ -251,7 +257,7 @@ def _why_not(entry: os.DirEntry[str]) -> str:
     return "" if entry.is_dir() or entry.is_file() else "no ordinary files"  # such as a pipe, which would be waited for
 
 
-def _split_of(path: Path) -> str | None:
+def split_of(path: Path) -> str | None:
     """The split that a file belongs to: its name, or that of a folder on its way, is the name of the split."""
     for word in (SHARD.sub("", strip_packing(path).stem), *reversed(path.parts[:-1])):
         for split, names in SPLITS.items():
@@ -262,12 +268,9 @@ def _split_of(path: Path) -> str | None:
 
 def _has_card(folder: Path) -> bool:
     """Whether a folder has a card of the Hub that says which files belong to which split."""
-    card = folder / "README.md"
-    if not card.is_file():
-        return False
-    lines = card.read_text(encoding="utf-8", errors="replace").splitlines()
-    ends = [number for number, line in enumerate(lines[1:], start=1) if line.strip() == "---"]
-    return lines[:1] == ["---"] and any(line.startswith("configs:") for line in lines[1 : ends[0] if ends else 1])
+    with suppress(OSError, ValueError, YAMLError):  # there is none, or one that is no card
+        return "configs" in (metadata_load(folder / "README.md") or {})
+    return False
 
 
 def _find_files(data: str, name: str, advice: str) -> tuple[Files, dict[str, Any]]:
