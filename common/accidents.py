@@ -62,8 +62,7 @@ def folders() -> dict[str, Path]:
 
 
 def advice(error: BaseException) -> str | None:
-    """The line for an error that the machine caused, or for one that came from it: what it lacks, and what to type.
-    None for any other error."""
+    """The line for an error that the machine caused, or that came from one: what it lacks, what to type; else None."""
     for each in chain(error):
         if (line := _cache(each) or _open_files(each) or _worker(each)) is not None:
             return line

@@ -133,8 +133,7 @@ def print_once(line: str) -> None:
 
 @contextmanager
 def without_ranks() -> Iterator[None]:
-    """Removes the variables that number and count the processes in the `with` block, and gives the environment back
-    what it was before."""
+    """Removes the variables that number and count processes for the `with` block, then restores the environment."""
     before = dict(os.environ)
     for name in filter(RANKS.fullmatch, before):
         del os.environ[name]

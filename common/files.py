@@ -56,8 +56,7 @@ def check_is_pulled(path: Path) -> None:
 
 
 def read_file(path: Path) -> str:
-    """The text of a file in UTF-8. Raises OSError, also for what is no file, such as a pipe, on which a read would wait
-    forever."""
+    """The text of a file in UTF-8. Raises OSError, also for a pipe and the like, on which a read would wait."""
     if not path.is_file() and path.exists():
         raise IsADirectoryError(errno.EISDIR, "Not a file", str(path))
     return path.read_text(encoding="utf-8")

@@ -213,8 +213,7 @@ def _length(sampler: Sampler, seed: int, num_samples: int) -> int:
 
 
 def _order(sampler: Sampler, seed: int, epoch: int, num_samples: int) -> torch.Tensor:
-    """The ids from a sampler, which may also draw from the global generators. Raises UsageError if they are not ids of
-    samples."""
+    """The ids from a sampler, which may also draw from the global generators. Raises UsageError if they are none."""
     seed_forward(seed, ~epoch, 0, CPU)  # ~: other numbers than those of a step
     order = torch.as_tensor(sampler(epoch, _generator(seed, epoch)))
     if order.ndim != 1 or order.is_floating_point() or order.dtype == torch.bool:

@@ -217,8 +217,7 @@ def relative(value: Any, expected: Any) -> float:
 
 
 def distances(weights: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, float]:
-    """{name: ‖w − w₀‖ / ‖w₀‖}, 0 only for equal tensors; infinite where one of the two lacks the tensor or has another
-    shape or type."""
+    """{name: ‖w − w₀‖ / ‖w₀‖}, 0 only for equal tensors; infinite where one lacks it or has another shape or type."""
     found = dict.fromkeys([*reference, *weights], math.inf)
     for name in weights.keys() & reference.keys():
         weight, expected = weights[name], reference[name]

@@ -94,8 +94,7 @@ def _file_of(script: Path) -> Path:
 
 
 def watch(script: Path, flags: list[str], steps: int, config: str, folder: Path, how: str = "as it is") -> Trace:
-    """Runs a script under a config, and returns what its processes did. Raises UsageError if it fails or takes no
-    step."""
+    """Runs a script under a config; returns what its processes did. Raises UsageError if it fails or takes no step."""
     folder.mkdir()
     command = [*LAUNCH, "--config_file", str(find_config(config)), str(WATCHED), str(folder), str(steps), how]
     # Without a GPU, Accelerate would run each process of the config alone.

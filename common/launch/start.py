@@ -150,8 +150,7 @@ def mesh_of_accelerate(layout: Layout) -> AbstractContextManager[None]:
 
 
 def _join_after_restart(layout: Layout, timeout: timedelta) -> None:
-    """Joins the others under a new prefix in the launcher's store, because the store still has the addresses of the
-    ended processes."""
+    """Joins the others under a new prefix in the launcher's store, which still has the addresses of ended processes."""
     if layout.num_processes > 1:
         backend = torch.distributed.get_default_backend_for_device(layout.device)
         if layout.environment.is_true("fsdp_offload_params"):  # as Accelerate does: weights on the CPU need collectives

@@ -136,8 +136,7 @@ def materialized(module: nn.Module, device: torch.device | str) -> Iterator[None
 
 
 def with_full_weights(module: nn.Module) -> AbstractContextManager[None]:
-    """Holds the whole weights for the `with` block, as maps of the files where these have their types: do not write
-    into them."""
+    """Holds the whole weights for the `with` block, mostly as maps of the files: do not write into them."""
     return _lent(module, lambda weight, origin: origin[0].tensor(origin[1]).to(weight.dtype))
 
 

@@ -140,8 +140,7 @@ def with_adapters(model: PreTrainedModel, config: LoraFlags) -> nn.Module:
 
 
 def _continue(model: PreTrainedModel, folder: str) -> nn.Module:
-    """Freezes a model and adds the adapters in a folder. Raises UsageError if they are not LoRA alone, or belong to
-    another model."""
+    """Freezes a model and adds the adapters in a folder. Raises UsageError if they are no plain LoRA of this model."""
     given, peft = f"--model_name_or_path {folder}", _peft()
     try:
         settings = peft.PeftConfig.from_pretrained(folder)

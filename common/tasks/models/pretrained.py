@@ -133,8 +133,7 @@ def exported_folder(output_dir: Path) -> str:
 
 
 def _undo_quantization(config: Any) -> dict[str, Any]:
-    """The option with which transformers computes the weights of a quantized model; empty for one that is not. Raises
-    UsageError if it cannot."""
+    """transformers' option to compute the weights of a quantized model; else empty. Raises UsageError if it cannot."""
     parts = config, config.get_text_config()
     given = next((found for part in parts if (found := getattr(part, "quantization_config", None))), None)
     if given is None:
@@ -149,8 +148,7 @@ def _undo_quantization(config: Any) -> dict[str, Any]:
 
 
 def _check_types(model: PreTrainedModel, folder: WeightFiles, dequantized: bool) -> None:
-    """Raises UsageError if numbers in the files need a scale that nobody applied, or a loaded weight is none of
-    float32."""
+    """Raises UsageError if numbers in the files need a scale that nobody applied, or a loaded weight is no float32."""
     weights = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
     stored = {
         kind

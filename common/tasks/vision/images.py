@@ -195,8 +195,7 @@ class ImageFormat:
 
     @classmethod
     def read(cls, output_dir: Path, networks: Container[str]) -> Self:
-        """Reads what `write` wrote. Raises UsageError if there is no model, or not one of an image classifier with
-        one of these networks."""
+        """Reads what `write` wrote. Raises UsageError unless it is an image classifier with one of these networks."""
         path = output_dir / "model" / "config.json"
         with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):  # such as that of another recipe
             entries = json.loads(read_file(path))
