@@ -91,8 +91,7 @@ def runs_here(config: dict[str, Any], num_gpus: int) -> str:
 
 
 def may_have_gpus() -> bool:
-    """Whether there is an accelerator's driver. Without one there is nothing to ask torch for, whose import takes
-    seconds."""
+    """Whether there is an accelerator's driver. Without one, nothing needs to import torch, which takes seconds."""
     return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(driver.exists() for driver in DRIVERS)
 
 

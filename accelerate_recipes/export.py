@@ -3,7 +3,6 @@
 import json
 import shutil
 import sys
-from collections.abc import Iterator
 from contextlib import redirect_stdout
 from enum import StrEnum
 from pathlib import Path
@@ -16,8 +15,6 @@ from accelerate_recipes.console import AsJson, print_json
 from accelerate_recipes.paths import check_new_folder
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from accelerate_recipes.common.checkpoint.reader import Reader
 
 Dtype = StrEnum("Dtype", ["auto", "float32", "bfloat16", "float16"])
@@ -51,17 +48,12 @@ def _opened(checkpoint: Path) -> "Reader":
     """The verified checkpoint. Raises UsageError if it is damaged or none is there."""
     from accelerate_recipes.common.checkpoint.format import MANIFEST, DamagedError
     from accelerate_recipes.common.checkpoint.reader import Reader
-    from accelerate_recipes.common.checkpoint.resume import check_state, newest
+    from accelerate_recipes.common.checkpoint.resume import newest
     from accelerate_recipes.common.cpu_group import CpuGroup
-
-    def opened(path: Path) -> "Reader":
-        reader = Reader.open_verified(path, CpuGroup())
-        check_state(reader.content)
-        return reader
 
     if (checkpoint / MANIFEST).exists():
         try:
-            return opened(checkpoint)
+            return Reader.open_verified(checkpoint, CpuGroup())
         except DamagedError as error:
             raise UsageError(
                 f"{checkpoint} is not a complete checkpoint ({error}): use the run's output folder for its newest "
@@ -70,7 +62,7 @@ def _opened(checkpoint: Path) -> "Reader":
     if not checkpoint.is_dir():
         raise UsageError(f"{checkpoint} is not a folder: use that of a checkpoint or of a run")
     try:
-        reader = newest(checkpoint, opened, CpuGroup())
+        reader = newest(checkpoint, Reader.open_verified, CpuGroup())
     except DamagedError as error:
         raise UsageError(f"{error}: nothing can be exported from it") from None
     if reader is not None:
@@ -95,19 +87,14 @@ def _write(reader: "Reader", folder: Path, dtype: str) -> Path:
     with rewrite(folder) as aside:
         if files.is_dir():
             shutil.copytree(files, aside, dirs_exist_ok=True)
-        write_weights(_weights(reader), aside, getattr(torch, str(wanted), None), adapter)
+        names = [key.removeprefix("model.") for key in reader.tensors if key.startswith("model.")]
+        # As the run would export: the averages in place of the weights, if there are any.
+        keys = {name: f"{'average' if f'average.{name}' in reader.tensors else 'model'}.{name}" for name in names}
+        weights = ((name, reader.tensor(key)) for name, key in keys.items())
+        write_weights(weights, aside, getattr(torch, str(wanted), None), adapter)
         settings = aside / "config.json"
         config = json.loads(settings.read_text(encoding="utf-8")) if settings.exists() else {}
         if dtype != "auto" and "model_type" in config:
             text = json.dumps(config | {"dtype": dtype}, indent=2, sort_keys=True)
             settings.write_text(f"{text}\n", encoding="utf-8")
     return files
-
-
-def _weights(reader: "Reader") -> Iterator[tuple[str, "Tensor"]]:
-    """(name, tensor) of what the run would export: the averages in place of the weights, if there are any."""
-    for key in reader.tensors:
-        kind, _, name = key.partition(".")
-        if kind == "model":
-            average = f"average.{name}"
-            yield name, reader.tensor(average if average in reader.tensors else key)

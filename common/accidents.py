@@ -42,10 +42,11 @@ WRITERS = {
 
 def folders() -> dict[str, Path]:
     """{variable: folder} of the caches of the libraries, as they choose it; the variable moves it."""
-    home = Path(os.path.expanduser("~"))  # noqa: PTH111  # as the libraries do: without a home it stays "~"
+    home = Path("~")
 
     def chosen(variable: str, default: Path) -> Path:
-        return Path(os.environ.get(variable) or default).absolute()
+        # As the libraries do: without a home it stays "~".
+        return Path(os.path.expanduser(os.environ.get(variable) or default)).absolute()  # noqa: PTH111
 
     shared = chosen("XDG_CACHE_HOME", home / ".cache")
     hub = chosen("HF_HOME", shared / "huggingface")
@@ -61,8 +62,7 @@ def folders() -> dict[str, Path]:
 
 
 def advice(error: BaseException) -> str | None:
-    """The line for an error that the machine caused, or for one that came from it: what it lacks, and what to type.
-    None for any other error."""
+    """The line for an error that the machine caused, or that came from one: what it lacks, what to type; else None."""
     for each in chain(error):
         if (line := _cache(each) or _open_files(each) or _worker(each)) is not None:
             return line

@@ -175,8 +175,7 @@ def _check(config_class: type, name: str, value: Any) -> None:
 
 
 def declaration(config_class: type, name: str) -> tuple[Any, dict[str, Any]]:
-    """(type, metadata) of a field, from the class that declared it with `flag`: a subclass may override the
-    default alone."""
+    """(type, metadata) of a field, from the class that declared it with `flag`: others may override the default."""
     for cls in config_class.__mro__:
         field = getattr(cls, "__dataclass_fields__", {}).get(name)
         if field is not None and field.metadata:
@@ -184,6 +183,4 @@ def declaration(config_class: type, name: str) -> tuple[Any, dict[str, Any]]:
     return _hints(config_class)[name], {}
 
 
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+_hints = functools.cache(typing.get_type_hints)

@@ -28,6 +28,7 @@ SETTINGS = re.compile("(ACCELERATE|FSDP|PARALLELISM_CONFIG)_")  # of the config 
 RANKS = re.compile("(LOCAL_|GROUP_|ROLE_|)(RANK|WORLD_SIZE)")
 NUMBERS = re.compile(f"{RANKS.pattern}|MASTER_PORT|TORCHELASTIC_RESTART_COUNT")
 OF_LAUNCHERS = re.compile(f"({NUMBERS.pattern}|MASTER_ADDR)$|{SETTINGS.pattern}")
+INHERITED = re.compile(f"{OF_LAUNCHERS.pattern}|TORCHELASTIC_")  # what a process that is no part of the run must not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,8 +133,7 @@ def print_once(line: str) -> None:
 
 @contextmanager
 def without_ranks() -> Iterator[None]:
-    """Removes the variables that number and count the processes in the `with` block, and gives the environment back
-    what it was before."""
+    """Removes the variables that number and count processes for the `with` block, then restores the environment."""
     before = dict(os.environ)
     for name in filter(RANKS.fullmatch, before):
         del os.environ[name]
@@ -147,8 +147,7 @@ def without_ranks() -> Iterator[None]:
 
 def variables_of_one_process() -> dict[str, str]:
     """The environment of a process of its own on the CPU: in the precision of this run, without its launcher."""
-    launchers = re.compile(f"{OF_LAUNCHERS.pattern}|TORCHELASTIC_")
-    kept = {name: value for name, value in os.environ.items() if not launchers.match(name)}
+    kept = {name: value for name, value in os.environ.items() if not INHERITED.match(name)}
     precision = {"ACCELERATE_MIXED_PRECISION": Environment.read().mixed_precision}
     return kept | {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"} | precision
 

@@ -6,9 +6,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,20 +56,10 @@ def check_is_pulled(path: Path) -> None:
 
 
 def read_file(path: Path) -> str:
-    """The text of a file in UTF-8. Raises OSError, also for what is no file, such as a pipe, on which a read would wait
-    forever."""
+    """The text of a file in UTF-8. Raises OSError, also for a pipe and the like, on which a read would wait."""
     if not path.is_file() and path.exists():
         raise IsADirectoryError(errno.EISDIR, "Not a file", str(path))
     return path.read_text(encoding="utf-8")
-
-
-@contextmanager
-def flushing(path: Path) -> Iterator[None]:
-    """Flushes a file while the `with` block does other work. Raises OSError."""
-    with ThreadPoolExecutor(1) as thread:
-        flushed = thread.submit(flush, path)
-        yield
-        flushed.result()
 
 
 def give_usual_mode(path: Path) -> None:

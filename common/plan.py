@@ -11,7 +11,7 @@ from .config import RunConfig
 from .errors import UsageError
 from .layout import Layout
 from .schedule import ScheduleFn, learning_rate_factor
-from .seeds import seed_epoch, seed_schedule
+from .seeds import CPU, SCHEDULE, seed_forward
 from .state import TrainState
 
 # (epoch, generator seeded for this epoch) -> the order of sample ids; an id may be there several times or not at all.
@@ -168,7 +168,7 @@ class Plan:
     def factor_at(self, position: int) -> float:
         """The share of the peak learning rate after so many steps that were not skipped."""
         if self.schedule is not None:
-            seed_schedule(self.config.seed, position)
+            seed_forward(self.config.seed, position, SCHEDULE, CPU)
             return float(self.schedule(position, self.num_steps, self.config.warmup_steps))
         return learning_rate_factor(self.config.lr_schedule, position, self.num_steps, self.config.warmup_steps)
 
@@ -213,9 +213,8 @@ def _length(sampler: Sampler, seed: int, num_samples: int) -> int:
 
 
 def _order(sampler: Sampler, seed: int, epoch: int, num_samples: int) -> torch.Tensor:
-    """The ids from a sampler, which may also draw from the global generators. Raises UsageError if they are not ids of
-    samples."""
-    seed_epoch(seed, epoch)
+    """The ids from a sampler, which may also draw from the global generators. Raises UsageError if they are none."""
+    seed_forward(seed, ~epoch, 0, CPU)  # ~: other numbers than those of a step
     order = torch.as_tensor(sampler(epoch, _generator(seed, epoch)))
     if order.ndim != 1 or order.is_floating_point() or order.dtype == torch.bool:
         kind = f"shape {tuple(order.shape)} of {order.dtype}"

@@ -30,7 +30,10 @@ def learning_rate_factor(schedule: Schedule, step: int, num_steps: int, warmup_s
         warmup_steps: steps below the peak at the start.
     """
     if schedule == "one_cycle":
-        return _one_cycle(step, num_steps, warmup_steps or RISE_SHARE * num_steps - 1)
+        peak = warmup_steps or RISE_SHARE * num_steps - 1
+        if step <= peak:
+            return _along_cosine(START_FACTOR, 1.0, step / peak)
+        return _along_cosine(1.0, END_FACTOR, (step - peak) / max(1, num_steps - 1 - peak))
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)
     left = (num_steps - step) / max(1, num_steps - warmup_steps)
@@ -38,16 +41,8 @@ def learning_rate_factor(schedule: Schedule, step: int, num_steps: int, warmup_s
         return left
     if schedule == "cosine":
         return 0.5 * (1 - math.cos(math.pi * left))
-    if schedule == "wsd":
-        return min(1.0, (num_steps - step) / (DECAY_SHARE * num_steps))
-    assert schedule == "constant", schedule
-    return 1.0
-
-
-def _one_cycle(step: int, num_steps: int, peak: float) -> float:
-    if step <= peak:
-        return _along_cosine(START_FACTOR, 1.0, step / peak)
-    return _along_cosine(1.0, END_FACTOR, (step - peak) / max(1, num_steps - 1 - peak))
+    assert schedule in ("wsd", "constant"), schedule
+    return min(1.0, (num_steps - step) / (DECAY_SHARE * num_steps)) if schedule == "wsd" else 1.0
 
 
 def _along_cosine(start: float, end: float, progress: float) -> float:

@@ -26,35 +26,25 @@ def seed_sample(seed: int, epoch: int, sample: int) -> None:
         epoch: of the training set, from 0; or EVALUATION.
         sample: its id.
     """
-    _seed(_mixed(seed, epoch, sample), CPU)
+    _seed(seed, epoch, sample, CPU)
 
 
 def seed_batch(seed: int, epoch: int, samples: Sequence[int]) -> None:
     """Like `seed_sample`, before a dataset or its `collate_fn` makes a batch of these samples."""
-    _seed(_mixed(seed, ~epoch, zlib.crc32(numpy.asarray(samples, numpy.int64).tobytes())), CPU)
-
-
-def seed_epoch(seed: int, epoch: int) -> None:
-    """Like `seed_sample`, before a sampler orders the samples of an epoch."""
-    _seed(_mixed(~seed, ~epoch, 0), CPU)
+    _seed(seed, ~epoch, zlib.crc32(numpy.asarray(samples, numpy.int64).tobytes()), CPU)
 
 
 def seed_forward(seed: int, step: int, row: int, device: torch.device) -> None:
     """Seeds the generators of Python, NumPy and torch, on the CPU and on the device, before a forward pass: for dropout
-    and noise. Also before an update of the weights.
+    and noise. Also before an update of the weights, and before the recipe's own schedule or order of samples is asked.
 
     Args:
         seed: `--seed`.
         step: optimizer steps taken; or EVALUATION.
-        row: the number of the micro-batch among those of all processes in this step; or UPDATE, or COMPARISON.
+        row: the number of the micro-batch among those of all processes in this step; or what stands for it.
         device: of the model.
     """
-    _seed(_mixed(~seed, step, row), device)  # other numbers than those of the samples
-
-
-def seed_schedule(seed: int, step: int) -> None:
-    """Like `seed_sample`, before a schedule of the recipe's own gives the learning rate of a step."""
-    _seed(_mixed(~seed, step, SCHEDULE), CPU)
+    _seed(~seed, step, row, device)  # other numbers than those of the samples
 
 
 def generator_states(device: torch.device) -> list[Any]:
@@ -84,18 +74,15 @@ def restore_generators(device: torch.device) -> Iterator[None]:
             module.set_rng_state(on_device, device)
 
 
-def _seed(number: int, device: torch.device) -> None:
+def _seed(seed: int, position: int, index: int, device: torch.device) -> None:
+    """Seeds by a 63-bit hash: SplitMix64 (Steele et al. 2014) of a sum with odd factors. torch's generator of the CPU
+    uses the lower half of a seed only, so that nearby positions must differ there."""
+    number = (seed * 0xD1342543DE82EF95 + position * 0x9E3779B97F4A7C15 + index * 0xDA942042E4DD58B5) % 2**64
+    number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    number = (number ^ (number >> 27)) * 0x94D049BB133111EB % 2**64
+    number = (number ^ (number >> 31)) >> 1
     random.seed(number)
     numpy.random.seed(number & 0xFFFFFFFF)
     torch.default_generator.manual_seed(number)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(number)
-
-
-def _mixed(seed: int, position: int, index: int) -> int:
-    """A 63-bit hash: SplitMix64 (Steele et al. 2014) of a sum with odd factors. torch's generator of the CPU uses the
-    lower half of a seed only, so that nearby positions must differ there."""
-    number = (seed * 0xD1342543DE82EF95 + position * 0x9E3779B97F4A7C15 + index * 0xDA942042E4DD58B5) % 2**64
-    number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    number = (number ^ (number >> 27)) * 0x94D049BB133111EB % 2**64
-    return (number ^ (number >> 31)) >> 1

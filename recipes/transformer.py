@@ -31,7 +31,7 @@ from accelerate_recipes.common.tasks.models.causal_lm import (
     with_perplexity,
 )
 from accelerate_recipes.common.tasks.models.pretrained import export_of
-from accelerate_recipes.common.tasks.models.routers import check_experts, router_loss
+from accelerate_recipes.common.tasks.models.routers import router_loss
 from accelerate_recipes.common.tasks.models.tokenization import byte_tokenizer
 from accelerate_recipes.common.tasks.nlp.text import load_tokens
 from accelerate_recipes.common.tasks.reading.mixture import Sources
@@ -72,7 +72,8 @@ def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 def build(config: Config) -> tuple[PreTrainedModel, Any]:
     """Returns (model, tokenizer). Raises UsageError for wrong sizes or a wrong path."""
-    check_experts(config.num_experts)
+    if config.num_experts == 1:
+        raise UsageError("--num_experts 1: a token takes two experts: use 0, or 2 and more")
     if (path := config.model_name_or_path) is None:
         if config.hidden_size % config.num_heads or config.hidden_size // config.num_heads % 2:
             raise UsageError(

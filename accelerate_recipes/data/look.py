@@ -13,7 +13,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from accelerate_recipes.common.data.batches import batches
 from accelerate_recipes.common.data.facts import data_lines
 from accelerate_recipes.common.data.mixture import Mixture
 from accelerate_recipes.common.errors import UsageError
@@ -38,10 +37,9 @@ def look(number: int, *arguments: Any, **options: Any) -> dict[str, Any]:
     named = eval_set if isinstance(eval_set, Mapping) else {"": eval_set}
     sources = {"training": own} | {f"evaluation {name}".strip(): part for name, part in named.items()}
     try:
-        config = replace(config, micro_batch_size=None, num_workers=0)
+        config = replace(config, micro_batch_size=None)
         setup = Setup.of(accelerator, model, optimizer, forward_step, own, eval_set, config, **options)
-        epoch, ids = next(setup.plan.micro_batches(0))
-        batch = next(iter(batches(setup.train_set, [(epoch, ids)], torch.device("cpu"), config)))
+        ids, batch = setup.plan.own_samples(0)[0], setup.first_batch()
     except UsageError as error:
         return {"refused": str(error)}
     names = own.names if isinstance(own, Mixture) else []

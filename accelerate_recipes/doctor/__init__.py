@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from accelerate_recipes.catalog import find_config, find_recipe
+from accelerate_recipes.catalog import find_config, find_recipe, mapping_in
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.console import AsJson, Flags, print_json, print_table
 from accelerate_recipes.doctor.finding import Finding, findings, words
@@ -29,7 +29,7 @@ def check(
     """
     from accelerate_recipes.doctor import machine, rules
     from accelerate_recipes.doctor.asked import of_config
-    from accelerate_recipes.doctor.config import read
+    from accelerate_recipes.doctor.config import Config
     from accelerate_recipes.doctor.fix import fixed, path_of_copy, write
 
     config, script = _existing(config, find_config), _existing(recipe, find_recipe)
@@ -39,7 +39,7 @@ def check(
         raise UsageError("--fix needs a config file: use its path")
     copy = path_of_copy(config) if fix and config else None
     here = machine.look()
-    given = read(config, here) if config else None
+    given = Config(config, mapping_in(config), here) if config else None
     if not as_json:
         print_table(("this machine", ""), here.rows())
         print()

@@ -24,8 +24,6 @@ from accelerate_recipes.matrix import PIPELINES
 if TYPE_CHECKING:
     from accelerate_recipes.common.step.setup import Setup
 
-_INHERITED = re.compile("ACCELERATE_|FSDP_|PARALLELISM_CONFIG_|TORCHELASTIC_|MASTER_|WORLD_SIZE|RANK|LOCAL_|GROUP_")
-
 
 class Answer(TypedDict):
     """What a run would refuse."""
@@ -154,8 +152,7 @@ def _num_bytes(sample: Any) -> int:
 
 
 def launched(config: Path, flags: Sequence[str] = ()) -> dict[str, str]:
-    """The variables of the first process, under a config file and flags of `accelerate launch`. Raises what it raises
-    for what it refuses."""
+    """The first process's variables, under a config file and flags of `accelerate launch`. Raises what it raises."""
     from accelerate.commands import launch  # here, because the import takes seconds
     from accelerate.utils.launch import (
         prepare_deepspeed_cmd_env,
@@ -183,7 +180,9 @@ def launched(config: Path, flags: Sequence[str] = ()) -> dict[str, str]:
 
 def remove_variables() -> None:
     """Removes the variables of a launcher around this process, which a run must not inherit."""
-    for name in filter(_INHERITED.match, list(os.environ)):
+    from accelerate_recipes.common.environment import INHERITED
+
+    for name in filter(INHERITED.match, list(os.environ)):
         del os.environ[name]
 
 
@@ -202,8 +201,7 @@ def refusal_of(line: str) -> Finding:
 def of_config(
     config: Config, script: Path | None = None, flags: Sequence[str] = (), ask: Callable[..., Answer] = ask
 ) -> Iterator[Finding]:
-    """The findings of a config, and of a recipe under it: those of the rules, then those of the loop, which takes
-    seconds."""
+    """The findings of a config, and of a recipe under it: of the rules, then of the loop, which takes seconds."""
     found = findings(rules.CONFIG, config)
     yield from found
     if not config.is_for_the_loop:

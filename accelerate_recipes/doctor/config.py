@@ -7,7 +7,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from accelerate_recipes.catalog import mapping_in
 from accelerate_recipes.common.errors import Edit
 from accelerate_recipes.doctor.machine import Machine
 
@@ -101,11 +100,6 @@ class Config:
     def _count(self, name: str) -> int | None:
         value = self.values.get(name)
         return value if is_count(value) else None
-
-
-def read(path: Path, machine: Machine) -> Config:
-    """Reads a config file. Raises UsageError for a file that is no mapping."""
-    return Config(path, mapping_in(path), machine)
 
 
 def _full(section: str, key: Any) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 
 from accelerate_recipes.catalog import mapping_in, may_have_gpus
+from accelerate_recipes.common.accidents import folders
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.package import installed_versions
 
@@ -69,7 +70,10 @@ def look() -> Machine:
     """The facts of this machine. Takes about 0.1 s, or the time to import torch if there is a driver of a GPU."""
     memory, free_memory = _memory()
     gpus, why_no_gpu = _gpus()
-    default_config = _default_config()
+    default_config = folders()["HF_HOME"] / "accelerate/default_config.yaml"  # that `accelerate launch` reads
+    default_values: dict[str, Any] = {}
+    with suppress(UsageError):  # there is none, or it is none
+        default_values = mapping_in(default_config)
     shared, (open_files, _) = Path("/dev/shm"), resource.getrlimit(resource.RLIMIT_NOFILE)
     return Machine(
         memory=memory,
@@ -80,16 +84,9 @@ def look() -> Machine:
         open_files=None if open_files == resource.RLIM_INFINITY else open_files,
         mpirun=shutil.which("mpirun") or shutil.which("mpiexec"),
         versions=installed_versions(*PACKAGES),
-        default_config=default_config,
-        default_values=_values(default_config),
+        default_config=default_config if default_config.is_file() else None,
+        default_values=default_values,
     )
-
-
-def _values(config: Path | None) -> dict[str, Any]:
-    """The content of a config file; nothing if it is none."""
-    with suppress(UsageError):
-        return {} if config is None else mapping_in(config)
-    return {}
 
 
 def _gib(size: int) -> str:
@@ -123,10 +120,3 @@ def _gpus() -> tuple[tuple[GPU, ...], str | None]:
     found = [torch.get_device_module().get_device_properties(i) for i in range(torch.accelerator.device_count())]
     is_nvidia = device.type == "cuda" and torch.version.hip is None
     return tuple(GPU(one.name, one.total_memory, not is_nvidia or one.major >= 8) for one in found), None
-
-
-def _default_config() -> Path | None:
-    """The config file that `accelerate launch` reads if none is named."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    path = Path(os.environ.get("HF_HOME") or cache / "huggingface").expanduser() / "accelerate/default_config.yaml"
-    return path if path.is_file() else None

@@ -7,8 +7,7 @@ from accelerate_recipes.plan.hardware import Gpu
 
 
 def bytes_to_send(collective: str, size: float, num_ranks: int) -> float:
-    """Bytes that a process sends in a collective by rings (Patarasuk and Yuan 2009), for a whole tensor of so many
-    bytes."""
+    """Bytes that a process sends in a collective by rings (Patarasuk and Yuan 2009), of a whole tensor's bytes."""
     if collective == "send":
         return size
     return size * (num_ranks - 1) / num_ranks * (2 if collective == "all_reduce" else 1)

@@ -39,7 +39,9 @@ def show_one(plan: Estimate, gpu: Gpu) -> None:
             f"{rate:.3g} in step {int(number) + 1:,}" for number, rate in run.learning_rates.items()
         ),
         "first steps": _check(plan),
-        "checkpoints": _checkpoints(plan),
+        "checkpoints": f"{in_bytes(step.saved)} every {run.save_every:,} steps, {run.keep_checkpoints} kept"
+        if run.save_every
+        else f"none: use --save_every; each would have {in_bytes(step.saved)}",
         "weights": f"{in_bytes(step.weights)} in each process",
         "gradients": in_bytes(step.gradients),
         "optimizer": in_bytes(step.optimizer),
@@ -74,10 +76,7 @@ def show_several(plans: Sequence[Estimate | NoPlan]) -> None:
                 plan.run.layout,
                 in_bytes(plan.step.peak),
                 "yes" if plan.fits else "no",
-                *_speed(plan.speed),
-                f"{plan.speed.mfu:.1%}",
-                _hours(plan.speed.hours),
-                f"{plan.speed.gpu_hours:,.3g}",
+                *_speed(plan.speed, f"{plan.speed.mfu:.1%}"),
             )
             for plan in plans
             if isinstance(plan, Estimate)
@@ -91,14 +90,7 @@ def show_several(plans: Sequence[Estimate | NoPlan]) -> None:
 def show_scaling(configs: dict[str, list[Speed]]) -> None:
     """Prints each config with more and more GPUs."""
     rows = [
-        (
-            config,
-            f"{row.num_processes:,}",
-            *_speed(row),
-            f"{row.efficiency:.0%}",
-            _hours(row.hours),
-            f"{row.gpu_hours:,.3g}",
-        )
+        (config, f"{row.num_processes:,}", *_speed(row, f"{row.efficiency:.0%}"))
         for config, steps in configs.items()
         for row in steps
     ]
@@ -158,8 +150,10 @@ def in_bytes(number: float) -> str:
     return f"{number / 1000**power:.3g} {units[power]}"
 
 
-def _speed(row: Speed) -> tuple[str, str, str]:
-    return _seconds(row.seconds), f"{row.waits / row.seconds:.0%}", f"{row.samples_per_second:,.4g}"
+def _speed(row: Speed, share: str) -> tuple[str, ...]:
+    """The cells of a table: a step, how much of it waits, samples/s, a share, the time and the GPU hours of the run."""
+    cells = _seconds(row.seconds), f"{row.waits / row.seconds:.0%}", f"{row.samples_per_second:,.4g}"
+    return *cells, share, _hours(row.hours), f"{row.gpu_hours:,.3g}"
 
 
 def _check(plan: Estimate) -> str:
@@ -173,13 +167,6 @@ def _check(plan: Estimate) -> str:
     if reason is not None:
         return f"not checked against one process: {reason}"
     return f"{run.check_steps} checked against one process, in about {_seconds(plan.check_seconds)}"
-
-
-def _checkpoints(plan: Estimate) -> str:
-    run, size = plan.run, in_bytes(plan.step.saved)
-    if not run.save_every:
-        return f"none: use --save_every; each would have {size}"
-    return f"{size} every {run.save_every:,} steps, {run.keep_checkpoints} kept"
 
 
 def _seconds(number: float) -> str:

@@ -18,7 +18,9 @@ def write_model_card(output_dir: Path, card: dict[str, Any], name: str) -> None:
     model, config, certificate = output_dir / "model", card["config"], output_dir / "certificate.md"
     records = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_bytes().splitlines()]
     metrics = sorted({key.removeprefix("eval/") for record in records for key in record if key.startswith("eval/")})
-    is_adapter, architectures = (model / "adapter_config.json").exists(), _architectures(model)
+    is_adapter, file = (model / "adapter_config.json").exists(), model / "config.json"
+    described = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    architectures = described.get("architectures") or []  # the classes of transformers that load the model
     writes = any(architecture.endswith("ForCausalLM") for architecture in architectures)
     is_on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", config["data"]) and not Path(config["data"]).exists()
     front_matter = ModelCardData(
@@ -44,14 +46,6 @@ def write_model_card(output_dir: Path, card: dict[str, Any], name: str) -> None:
         certificate=certificate.read_text(encoding="utf-8") if certificate.exists() else "",
     )
     (model / "README.md").write_text(text, encoding="utf-8")
-
-
-def _architectures(model: Path) -> list[str]:
-    """The classes of transformers that load the model; none for other models."""
-    try:
-        return json.loads((model / "config.json").read_text(encoding="utf-8")).get("architectures") or []
-    except FileNotFoundError:
-        return []
 
 
 def _results(records: list[dict[str, Any]], metric: str) -> list[tuple[int, float]]:

@@ -9,7 +9,6 @@ from typing import Any
 from accelerate_recipes.catalog import count_gpus, mapping_in, runs_here
 from accelerate_recipes.common.checkpoint.format import DamagedError
 from accelerate_recipes.common.checkpoint.reader import Reader
-from accelerate_recipes.common.checkpoint.resume import check_state
 from accelerate_recipes.common.checkpoint.source import COMMAND, CONFIGS, launch_option, open_source
 from accelerate_recipes.common.errors import RunError, UsageError
 from accelerate_recipes.common.records.output_dir import checkpoints
@@ -38,8 +37,6 @@ class Origin:
     def of(cls, content: dict[str, Any], script: Path, folder: Path) -> "Origin":
         """Reads the manifest of a checkpoint. `script`: the recipe, if the manifest names none; `folder`: for the
         config."""
-        if "source" not in content:  # of a version that did not keep it
-            return cls(script.name)
         archive = open_source(content["source"])
         words = shlex.split(archive.read(COMMAND).decode())
         at = next((at for at, word in enumerate(words) if at and word.endswith(".py")), len(words))
@@ -118,11 +115,9 @@ def _opened(checkpoint: Path) -> dict[str, Any]:
     if not checkpoint.is_dir():
         raise UsageError(f"--checkpoint {checkpoint}: no such folder; {advice}")
     try:
-        content = Reader(checkpoint).content
-        check_state(content)
+        return Reader(checkpoint).content
     except (DamagedError, RunError) as error:
         raise UsageError(f"--checkpoint {checkpoint} is not a complete checkpoint ({error}): {advice}") from None
-    return content
 
 
 def _is_checked(folder: Path) -> bool:

@@ -4,19 +4,19 @@ and learning rates."""
 import json
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from accelerate_recipes.common.check.sketch import Sketch
 from accelerate_recipes.common.check.tolerances import BF16, FLOAT32, RECORD, TOLERANCE, TRAJECTORY_TIMES_FLOOR
 from accelerate_recipes.common.norms import relative_distance
 from accelerate_recipes.common.records.run_card import read_card
+from accelerate_recipes.common.weights.on_disk import WeightFiles
 
 Point = tuple[int | None, str]  # (step, name of a value), or (None, name of a tensor after the last step)
 # {key: how far rounding errors move it}, or {name of a value, or "weights": the same for all steps or tensors}
@@ -39,7 +39,8 @@ class Trace:
     def of_run(cls, folder: Path) -> "Trace":
         """Reads metrics.jsonl, run.json and model/ of an output folder."""
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return cls(_values(map(json.loads, lines)), Tensors(folder / "model"), read_card(folder))
+        weights = WeightFiles(sorted((folder / "model").glob("*.safetensors")))
+        return cls(_values(map(json.loads, lines)), weights, read_card(folder))
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> "Trace":
@@ -60,26 +61,6 @@ class Trace:
         sums = {name: Sketch.of(tensor, SUMS).sums for name, tensor in self.weights.items()}
         real = {name: torch.view_as_real(each) if each.is_complex() else each for name, each in sums.items()}
         return kept | {"sketch": SKETCH, "weights": {name: each.tolist() for name, each in real.items()}}
-
-
-class Tensors(Mapping[str, Tensor]):
-    """{name: tensor} of the safetensors in a folder. Each is read when it is asked for."""
-
-    def __init__(self, folder: Path):
-        self._paths: dict[str, Path] = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            with safe_open(path, "pt") as file:
-                self._paths |= dict.fromkeys(file.offset_keys(), path)
-
-    def __getitem__(self, name: str) -> Tensor:
-        with safe_open(self._paths[name], "pt") as file:
-            return file.get_tensor(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._paths)
-
-    def __len__(self) -> int:
-        return len(self._paths)
 
 
 def _values(records: Iterable[Mapping[str, Any]]) -> dict[tuple[int, str], Any]:
@@ -236,8 +217,7 @@ def relative(value: Any, expected: Any) -> float:
 
 
 def distances(weights: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, float]:
-    """{name: ‖w − w₀‖ / ‖w₀‖}, 0 only for equal tensors; infinite where one of the two lacks the tensor or has another
-    shape or type."""
+    """{name: ‖w − w₀‖ / ‖w₀‖}, 0 only for equal tensors; infinite where one lacks it or has another shape or type."""
     found = dict.fromkeys([*reference, *weights], math.inf)
     for name in weights.keys() & reference.keys():
         weight, expected = weights[name], reference[name]

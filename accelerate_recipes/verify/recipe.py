@@ -6,7 +6,6 @@ import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from accelerate_recipes.catalog import count_gpus, find_config, mapping_in, runs_here
 from accelerate_recipes.common.errors import UsageError
@@ -28,7 +27,8 @@ def verify_recipe(
     with TemporaryDirectory(prefix="verify_") as scratch:
         verification = _Verification(script, flags, steps, Path(scratch), certificate)
         verification.verify_all(chosen)
-        return certificate.write(verification.cause(), verification.gap, verification.record())
+        kept = {"flags": verification.all_flags(), **verification.reference.trace.to_record()}  # for `--against`
+        return certificate.write(verification.cause(), verification.gap, kept)
 
 
 @dataclass
@@ -49,7 +49,7 @@ class _Verification:
     def verify_all(self, configs: list[Path]) -> None:
         """Makes all runs, and adds a row to the table for each."""
         self.certificate.begin([path.stem for path in configs])
-        single = Launch(self.script, find_config("single"), self._all_flags())
+        single = Launch(self.script, find_config("single"), self.all_flags())
         self.reference = reference = single.run(self.scratch / "single")
         if not reference.is_done:
             raise UsageError(f"{self.script} does not run in one process: {reference.refusal or reference.failure}")
@@ -62,7 +62,7 @@ class _Verification:
         in_bf16 = replace(single, options=["--mixed_precision", "bf16"])
         divided = None
         for config in configs:
-            launch, settings = Launch(self.script, config, self._all_flags(config)), mapping_in(config)
+            launch, settings = Launch(self.script, config, self.all_flags(config)), mapping_in(config)
             if (here := runs_here(settings, count_gpus())).startswith("needs"):
                 self.certificate.add(Row(config.stem, settings["num_processes"], note=f"not run: {here}"))
                 continue
@@ -106,16 +106,13 @@ class _Verification:
         self.gap = (
             f"random numbers depend on --micro_batch_size: all runs had {micro}; those that a dataset draws do not"
         )
-        single = replace(single, flags=self._all_flags())
+        single = replace(single, flags=self.all_flags())
         shutil.rmtree(self.scratch / "single")
         self.reference = single.run(self.scratch / "single")
         return single
 
-    def record(self) -> dict[str, Any]:
-        """What the certificate keeps of one process, for `--against`."""
-        return {"flags": self._all_flags(), **self.reference.trace.to_record()}
-
-    def _all_flags(self, config: Path | None = None) -> list[str]:
+    def all_flags(self, config: Path | None = None) -> list[str]:
+        """The flags of a run under a config; None: of one process."""
         return [*self.flags, *recording(self.steps), *(SIZES.get(config.stem, []) if config is not None else [])]
 
     def _kill(self, launch: Launch) -> None:

@@ -92,8 +92,9 @@ class Launch:
 
     def run(self, folder: Path, *flags: str) -> Finished:
         """Runs to the end."""
-        ended = subprocess.run(self._command(folder, flags), **_reading())
-        return _finished(folder, ended.returncode, ended.stdout)
+        with self._start(folder, flags) as process:
+            output = process.communicate()[0]
+        return _finished(folder, process.returncode, output)
 
     def run_until(self, is_enough: Callable[[Path], bool], folder: Path, *flags: str) -> Finished:
         """Runs until what is in the output folder is enough, and kills the run then; or to its end, if that is first.
@@ -132,17 +133,15 @@ class Launch:
         raise UsageError("the run ended before it could be killed: use a larger --steps")
 
     def _start(self, folder: Path, flags: tuple[str, ...]) -> subprocess.Popen[str]:
-        return subprocess.Popen(self._command(folder, flags), **_reading())
-
-    def _command(self, folder: Path, flags: tuple[str, ...]) -> list[str]:
         words = [*self.options, str(self.script), *self.flags, *flags, "--output_dir", str(folder)]
-        return [*LAUNCH, "--config_file", str(self.config), *words]
-
-
-def _reading() -> dict[str, Any]:
-    """How a command is started whose output is read. A run that is killed has printed all."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "encoding": "utf-8", "errors": "replace"}
-    return {"env": os.environ | {"PYTHONUNBUFFERED": "1"}, **pipes}
+        return subprocess.Popen(
+            [*LAUNCH, "--config_file", str(self.config), *words],
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},  # a run that is killed has printed all
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+        )
 
 
 def _finished(folder: Path, exit_code: int, output: str) -> Finished:

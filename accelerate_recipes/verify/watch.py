@@ -14,9 +14,10 @@ from typing import Any
 
 from accelerate_recipes.catalog import count_gpus, find_config
 from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.weights.on_disk import WeightFiles
 from accelerate_recipes.verify.causes import cause_of_other_repetition, likely_cause_of_script
 from accelerate_recipes.verify.certificate import Certificate, Row
-from accelerate_recipes.verify.compare import Tensors, Trace, compare, noise_floor
+from accelerate_recipes.verify.compare import Trace, compare, noise_floor
 from accelerate_recipes.verify.runs import LAUNCH
 
 WATCHED = Path(__file__).with_name("watched.py")
@@ -93,8 +94,7 @@ def _file_of(script: Path) -> Path:
 
 
 def watch(script: Path, flags: list[str], steps: int, config: str, folder: Path, how: str = "as it is") -> Trace:
-    """Runs a script under a config, and returns what its processes did. Raises UsageError if it fails or takes no
-    step."""
+    """Runs a script under a config; returns what its processes did. Raises UsageError if it fails or takes no step."""
     folder.mkdir()
     command = [*LAUNCH, "--config_file", str(find_config(config)), str(WATCHED), str(folder), str(steps), how]
     # Without a GPU, Accelerate would run each process of the config alone.
@@ -138,7 +138,7 @@ def _trace(processes: list[dict[str, Any]], folder: Path) -> Trace:
     facts |= {"parts_at": parts_at, "has_unequal_parts": has_unequal_parts, "has_widths": has_widths}
     epochs = [[part.get("epoch") for part in step["micro_batches"]][:1] for step in first["steps"]]
     ends = [number for number, (before, after) in enumerate(pairwise(epochs), 1) if before != after]
-    return Trace(values, Tensors(folder), first | facts | {"epochs": ends})
+    return Trace(values, WeightFiles(sorted(folder.glob("*.safetensors"))), first | facts | {"epochs": ends})
 
 
 def _repeats_an_epoch(steps: list[dict[str, Any]]) -> bool:

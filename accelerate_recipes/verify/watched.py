@@ -4,7 +4,6 @@ import importlib.util
 import json
 import math
 import os
-import random
 import runpy
 import sys
 import time
@@ -26,7 +25,7 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from accelerate_recipes.common.check.reference import perturb
-from accelerate_recipes.common.seeds import generator_states, restore_generators
+from accelerate_recipes.common.seeds import CPU, generator_states, restore_generators
 
 ARGUMENTS = "transformers.training_args"
 MOST_WAIT_S = 60  # for a process that does not end
@@ -295,21 +294,19 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 def _generator_states() -> list[Any]:
     """Changes when a forward pass draws."""
-    devices = [torch.cuda.get_rng_state().tolist()] if torch.cuda.is_initialized() else []
-    return [hash(torch.get_rng_state().numpy().tobytes()), hash(repr(random.getstate())), *devices]
+    return generator_states(torch.device("cuda") if torch.cuda.is_initialized() else CPU)
 
 
 def _drawn_by(loader: Any, ids: list[int]) -> str | None:
     """The generator that the dataset of a loader, or its collate_fn, draws from: samples are read twice, and once more
     with the state of the first time. None if it draws from none, or cannot be read by ids."""
-    cpu = torch.device("cpu")
     try:
         fetch = _MapDatasetFetcher(loader.dataset, True, loader.collate_fn, False).fetch
-        with restore_generators(cpu):
-            before = generator_states(cpu)
+        with restore_generators(CPU):
+            before = generator_states(CPU)
             first = fetch(ids)
-            after = generator_states(cpu)
-        with restore_generators(cpu):
+            after = generator_states(CPU)
+        with restore_generators(CPU):
             if not _equal(first, fetch(ids)):
                 return "a generator of its own"
     except Exception:  # a look must not end the script

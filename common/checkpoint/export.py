@@ -167,26 +167,23 @@ def write_weights(
         tensor = (whole.to(dtype) if dtype is not None and whole.is_floating_point() else whole).cpu().contiguous()
         del whole  # not held while the next one is gathered
         if held and sizes[-1] + tensor.nbytes > MAX_FILE_BYTES and adapter is None:
-            digest += _write_file(folder, held, files)
+            _write_file(folder, held, files)
             sizes.append(0)
         held[name] = tensor
         sizes[-1] += tensor.nbytes
+        digest += _digest({name: tensor})
     if adapter is not None:
-        digest += _digest(held)
         adapter.write(held, folder)
     else:
-        digest += _write_file(folder, held, files)
+        _write_file(folder, held, files)
         _name_files(folder, files, sum(sizes))
     return f"{digest % 2**64:016x}"
 
 
-def _write_file(folder: Path, held: dict[str, Tensor], files: list[list[str]]) -> int:
-    """Returns the digest of the weights, and holds them no longer."""
+def _write_file(folder: Path, held: dict[str, Tensor], files: list[list[str]]) -> None:
     write_tensors(folder / str(len(files)), held, {"format": "pt"})  # transformers needs it
-    digest = _digest(held)
     files.append([*held])
     held.clear()
-    return digest
 
 
 def _name_files(folder: Path, files: list[list[str]], size: int) -> None:

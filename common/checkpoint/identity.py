@@ -41,25 +41,23 @@ def identity(setup: Setup, group: CpuGroup) -> dict[str, Any]:
     """The settings that a resumed run must share with its checkpoint, and what a few samples of its data are. A
     collective."""
     plan, config, eval_sets = setup.plan, asdict(setup.plan.config), setup.eval_sets
+    mixture = getattr(plan.sampler, "__self__", None)
     some = {name: _some(range(len(each)), NUM_OF_EVALUATION) for name, each in eval_sets.items()}
+    # Of the training set, with its transforms, its random numbers and those of its `collate_fn`.
+    trained = _facts(setup.train_set, known_by(plan), plan.config)
     evaluated = {name: _facts(eval_sets[name], ids, plan.config) for name, ids in some.items()}
     return {name: config[name] for name in ("seed", "batch_size", "data", "ema_decay")} | {
         "num_samples": plan.num_samples,
         "optimizer": type(setup.optimizer).__name__,
         "base": getattr(getattr(setup.model, "peft_adapter", None), "base_digest", None),
-        "mixture": _mixture(plan),
+        # {source: [samples in an epoch, of so many]}
+        "mixture": {name: [*sizes] for name, *sizes in zip(mixture.names, mixture.counts, mixture.sizes)}
+        if isinstance(mixture, Mixture)
+        else None,
         "sampler": None if plan.sampler is None else _digest(plan.epoch_order(0).tolist()),
-        "samples": training_facts(plan, setup.train_set, group),
+        "samples": group.broadcast(trained),
         "eval_samples": group.broadcast(evaluated),
     }
-
-
-def _mixture(plan: Plan) -> dict[str, list[int]] | None:
-    """{source: [samples in an epoch, of so many]}; None without a mixture."""
-    mixture = getattr(plan.sampler, "__self__", None)
-    if not isinstance(mixture, Mixture):
-        return None
-    return {name: [count, size] for name, count, size in zip(mixture.names, mixture.counts, mixture.sizes)}
 
 
 def differences(identity: dict[str, Any], there: dict[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -106,14 +104,8 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
-def training_facts(plan: Plan, train_set: MapDataset, group: CpuGroup) -> Facts:
-    """Facts about 16 samples that the run draws, with its transforms, its random numbers and those of its
-    `collate_fn`. The same in all processes. A collective."""
-    return group.broadcast(_facts(train_set, known_by(plan), plan.config))
-
-
 def known_by(plan: Plan) -> list[int]:
-    """The ids of the training samples that `training_facts` reads."""
+    """The ids of the training samples by which a checkpoint knows the data: 16 that the run draws."""
     drawn = range(plan.num_samples) if plan.sampler is None else plan.epoch_order(0).tolist()
     return _some(drawn, NUM_SAMPLES)
 

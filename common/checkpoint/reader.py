@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from ..cpu_group import CpuGroup
 from ..errors import RunError, first_line
 from ..files import read_file
+from ..state import TrainState
 from .format import FORMAT, MANIFEST, DamagedError, digest_of_file, digest_of_json
 
 
@@ -39,6 +41,7 @@ class Reader:
             _check(self.content)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise DamagedError(f"{MANIFEST} does not belong to a checkpoint ({first_line(error)})") from None
+        _check_state(self.content)
         self.tensors: dict[str, dict[str, Any]] = self.content["tensors"]
         self._files: dict[tuple[str, bool], Any] = {}
 
@@ -51,22 +54,18 @@ class Reader:
         """Opens a checkpoint and verifies it. Each process reads its share of the files. In all processes, raises
         DamagedError if a file was altered or is missing, RunError if one cannot be read, or a run has just removed the
         checkpoint."""
-        reader = reason = failure = None
+        reader, problem = None, None
         try:
             reader = cls(folder)
             for index, (name, expected) in enumerate(sorted(reader.content["files"].items())):
                 reader._check_file(name, expected, index % group.size == group.rank)
-        except DamagedError as error:
-            reason = str(error)
-            if reader is not None and not folder.exists():
-                failure = f"{folder} was removed while it was read: run the command again"
-        except RunError as error:
-            failure = str(error)
-        reasons, failures = zip(*group.all_gather((reason, failure)))
-        for line in filter(None, failures):
-            raise RunError(line)
-        for line in filter(None, reasons):
-            raise DamagedError(line)
+        except (DamagedError, RunError) as error:
+            problem = error
+            if isinstance(error, DamagedError) and reader is not None and not folder.exists():
+                problem = RunError(f"{folder} was removed while it was read: run the command again")
+        found = [each for each in group.all_gather(problem) if each is not None]
+        for each in sorted(found, key=lambda each: isinstance(each, DamagedError)):  # a RunError says more
+            raise each
         assert reader is not None
         return reader
 
@@ -135,7 +134,21 @@ def _check(content: dict[str, Any]) -> None:
         check_coverage(name, tensor)
 
 
-def _damage_or_failure(path: Path, error: OSError) -> Exception:
+def _check_state(content: dict[str, Any]) -> None:
+    """Raises DamagedError unless a manifest holds everything that a run needs to continue."""
+    kinds = {"state": dict, "identity": dict, "unrecorded": dict, "trainer": dict, "own_flags": dict, "schedule": str}
+    for name, kind in kinds.items():
+        if not isinstance(content.get(name), kind):
+            raise DamagedError(f"{MANIFEST} has no {name}")
+    state, unrecorded = content["state"], content["unrecorded"]
+    numbers = [state.get("step"), state.get("num_skipped"), unrecorded.get("num_taken")]
+    if any(not isinstance(number, int) or number < 0 for number in numbers):
+        raise DamagedError(f"{MANIFEST} has no number of steps")
+    if not isinstance(unrecorded.get("sums"), dict) or not state.keys() <= asdict(TrainState()).keys():
+        raise DamagedError(f"{MANIFEST} has no state of a run")
+
+
+def _damage_or_failure(path: Path, error: OSError) -> DamagedError | RunError:
     """A missing file is damage. Any other error of the file system says nothing about the checkpoint."""
     if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
         return DamagedError(

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -98,20 +98,6 @@ class Checkpoint:
         reader.close()
 
 
-def check_state(content: dict[str, Any]) -> None:
-    """Raises DamagedError unless a manifest holds everything that a run needs to continue."""
-    kinds = {"state": dict, "identity": dict, "unrecorded": dict, "trainer": dict, "own_flags": dict, "schedule": str}
-    for name, kind in kinds.items():
-        if not isinstance(content.get(name), kind):
-            raise DamagedError(f"{MANIFEST} has no {name}")
-    state, unrecorded = content["state"], content["unrecorded"]
-    numbers = [state.get("step"), state.get("num_skipped"), unrecorded.get("num_taken")]
-    if any(not isinstance(number, int) or number < 0 for number in numbers):
-        raise DamagedError(f"{MANIFEST} has no number of steps")
-    if not isinstance(unrecorded.get("sums"), dict) or not state.keys() <= asdict(TrainState()).keys():
-        raise DamagedError(f"{MANIFEST} has no state of a run")
-
-
 def find_checkpoint(setup: Setup, identity: dict[str, Any], group: CpuGroup) -> Checkpoint:
     """Finds and verifies the checkpoint that `--resume_from_checkpoint` names; without the flag, the start at step 0.
     Raises UsageError for no checkpoint at that path, a damaged one, or one of a run with another seed, batch size,
@@ -122,9 +108,8 @@ def find_checkpoint(setup: Setup, identity: dict[str, Any], group: CpuGroup) -> 
     given = {weight for parameters in setup.optimizer.param_groups for weight in parameters["params"]}
     trained = [name for name, tensor in setup.model.state_dict(keep_vars=True).items() if tensor in given]
 
-    def open_checked(path: Path) -> Checkpoint:
+    def open_checked(path: Path, group: CpuGroup) -> Checkpoint:
         reader = Reader.open_verified(path, group)
-        check_state(reader.content)
         at = checkpoint_name(reader.content["state"]["step"])
         if re.fullmatch(r"step_\d{8,}", path.name) and path.name != at:
             raise DamagedError(f"{MANIFEST} is that of {at}")
@@ -146,7 +131,7 @@ def find_checkpoint(setup: Setup, identity: dict[str, Any], group: CpuGroup) -> 
             print(f"no checkpoint in {plan.config.output_dir}: starting afresh", flush=True)
         return found or Checkpoint()
     try:
-        return open_checked(Path(wanted))
+        return open_checked(Path(wanted), group)
     except DamagedError as error:
         raise UsageError(
             f"--resume_from_checkpoint {wanted} is not a complete checkpoint ({error}): use latest for the newest "
@@ -166,14 +151,14 @@ def _check_same_run(path: Path, content: dict[str, Any], plan: Plan, identity: d
         )
 
 
-def newest(output_dir: Path, open_checked: Callable[[Path], Opened], group: CpuGroup) -> Opened | None:
-    """The newest complete checkpoint of a run, as `open_checked` opens it; None if there is no checkpoint. Raises
+def newest(output_dir: Path, opener: Callable[[Path, CpuGroup], Opened], group: CpuGroup) -> Opened | None:
+    """The newest complete checkpoint of a run, as `opener` opens it; None if there is no checkpoint. Raises
     DamagedError if none is complete, RunError if the file system cannot read those that may be."""
     unread: RunError | None = None
     paths = [Path(path) for path in group.broadcast([str(path) for _, path in checkpoints(output_dir)])]
     for path in reversed(paths):
         try:
-            return open_checked(path)
+            return opener(path, group)
         except UsageError:
             raise
         except (DamagedError, RunError) as error:

@@ -26,7 +26,7 @@ from .reader import Reader
 from .source import source
 from .writer import OwnShards, collect_shards, remove, write
 
-AfterSave = Callable[[int, Callable[[], Path | None]], object] | None
+AfterSave = Callable[[int, Callable[[], Path | None]], object]
 
 
 class Saver:
@@ -36,14 +36,7 @@ class Saver:
     the number of steps taken, and `finish`.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        identity: dict[str, Any],
-        group: CpuGroup,
-        watch: Watch,
-        after_save: AfterSave = None,
-    ):
+    def __init__(self, engine: Engine, identity: dict[str, Any], group: CpuGroup, watch: Watch, after_save: AfterSave):
         self._engine, self._identity, self._group, self._watch = engine, identity, group, watch
         self._after_save = after_save
         in_background = engine.plan.config.async_save
@@ -119,8 +112,7 @@ class Saver:
         else:
             path = self._write(shards, content)
             self._newest = lambda: path
-        if self._after_save is not None:
-            self._after_save(state.step, self.finish)
+        self._after_save(state.step, self.finish)
 
     def finish(self) -> Path | None:
         """Waits for the save in progress. Returns the newest checkpoint; None if it could not be written, or

@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..cpu_group import CpuGroup
-from ..files import flush, flushing
+from ..files import flush
 from ..weights.shards import Shard
 from .format import FORMAT, MANIFEST, WriteError, digest_of_file, digest_of_json, write_tensors
 from .reader import check_coverage
@@ -134,8 +135,10 @@ def _write_shards(path: Path, shards: OwnShards) -> dict[str, Any]:
         dtype = str(tensor.dtype).removeprefix("torch.")
         entries[shard.name] = {"shape": shard.shape, "dtype": dtype, "parts": [position]}
     write_tensors(path, {shard.name: tensor for shard, tensor in shards})
-    with flushing(path):
+    with ThreadPoolExecutor(1) as thread:
+        flushed = thread.submit(flush, path)  # meanwhile the digest is computed
         file = {"size": path.stat().st_size, "xxh3_128": digest_of_file(path)}
+        flushed.result()
     return {"files": {path.name: file}, "tensors": entries}
 
 

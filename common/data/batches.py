@@ -151,12 +151,9 @@ def _start_worker(number: int) -> None:
     main = multiprocessing.parent_process()
     if main is not None and multiprocessing.get_start_method() == "fork" and os.getppid() != main.pid:
         os._exit(1)
-    Queue._on_queue_feeder_error = _send_failure  # type: ignore[attr-defined]
-
-
-def _send_failure(queue: Any, error: Exception, message: tuple[int, Any]) -> None:
-    """Sends in place of a batch why it could not be sent. The message of a worker is (number of the batch, batch)."""
-    queue.put((message[0], _failure_of(error)))
+    # The message of a worker is (number of the batch, batch). In place of a batch it sends why it could not be sent.
+    kind: Any = Queue
+    kind._on_queue_feeder_error = lambda queue, error, message: queue.put((message[0], _failure_of(error)))
 
 
 def _from_workers(loader: DataLoader[Any]) -> Iterator[Batch]:

@@ -75,6 +75,18 @@ class InMemoryDataset(Dataset):
         return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
 
 
+class ListDataset(Dataset):
+    """A dataset whose `samples` are in a list."""
+
+    samples: list[Any]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index]
+
+
 class Collated(Dataset):
     """A dataset with its own function to make a batch of samples."""
 

@@ -100,8 +100,12 @@ def _join(environment: Environment, config: RunConfig) -> ObservedAccelerator:
     share_cores()
     if environment.gradient_accumulation == "auto":  # DeepSpeed's word, which Accelerate refuses
         os.environ.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", None)
-    if config.deterministic:
-        _use_deterministic_kernels()
+    if config.deterministic:  # https://docs.pytorch.org/docs/stable/notes/randomness.html
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+        os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")  # transformers reads it
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time
+        torch.backends.cudnn.benchmark = False
     rehearses, timeout = layout.device == "cpu", collective_timeout(config.hang_timeout)
     if rehearses_fp16 := rehearses and layout.precision == "fp16":
         layout = replace(layout, precision="float32")
@@ -146,8 +150,7 @@ def mesh_of_accelerate(layout: Layout) -> AbstractContextManager[None]:
 
 
 def _join_after_restart(layout: Layout, timeout: timedelta) -> None:
-    """Joins the others under a new prefix in the launcher's store, because the store still has the addresses of the
-    ended processes."""
+    """Joins the others under a new prefix in the launcher's store, which still has the addresses of ended processes."""
     if layout.num_processes > 1:
         backend = torch.distributed.get_default_backend_for_device(layout.device)
         if layout.environment.is_true("fsdp_offload_params"):  # as Accelerate does: weights on the CPU need collectives
@@ -155,15 +158,6 @@ def _join_after_restart(layout: Layout, timeout: timedelta) -> None:
         store, rank, size = next(torch.distributed.rendezvous("env://"))
         store = torch.distributed.PrefixStore(f"restart_{layout.environment.store_number}", store)
         torch.distributed.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
-
-
-def _use_deterministic_kernels() -> None:
-    """Source: https://docs.pytorch.org/docs/stable/notes/randomness.html"""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
-    os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")  # transformers reads it
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time
-    torch.backends.cudnn.benchmark = False
 
 
 def _trackers(config: RunConfig) -> list[str]:

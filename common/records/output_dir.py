@@ -61,8 +61,7 @@ class OutputDir:
         problem: RunError | None = None
         if self.group.rank == 0:
             try:
-                line = self._own()
-                problem = None if line is None else UsageError(line)
+                self._own()
             except RunError as error:
                 problem = error
             except OSError as error:  # also of a listing, on a network disk
@@ -134,11 +133,11 @@ class OutputDir:
                     shutil.rmtree(self.path / older, ignore_errors=True)
         _move_beside([(leftover, leftover.parent / PREVIOUS) for leftover in leftovers])
 
-    def _own(self) -> str | None:
-        """Locks the folder. Returns the problem, if there is one."""
+    def _own(self) -> None:
+        """Locks the folder. Raises UsageError if that is impossible, or like `_check_earlier`."""
         resumed = self.config.resume_from_checkpoint
         if resumed not in (None, "latest") and not Path(resumed).is_dir():
-            return f"--resume_from_checkpoint {resumed}: no checkpoint there; use latest or a path to one"
+            raise UsageError(f"--resume_from_checkpoint {resumed}: no checkpoint there; use latest or a path to one")
         try:
             if not self.path.is_dir():
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -146,9 +145,10 @@ class OutputDir:
             self._lock = FileLock(self.path / ".lock")
             self._lock.acquire(timeout=0)
         except FileExistsError:  # a file, or a link that leads nowhere
-            return f"--output_dir {self.path} is not a folder: use another"
+            raise UsageError(f"--output_dir {self.path} is not a folder: use another") from None
         except Timeout:
-            return f"another run writes to {self.path}: wait for it, or use another --output_dir"
+            line = f"another run writes to {self.path}: wait for it, or use another --output_dir"
+            raise UsageError(line) from None
         self._check_earlier()
         for left in self.path.glob("run.json.*"):  # by a process that was killed
             left.unlink(missing_ok=True)
@@ -157,7 +157,6 @@ class OutputDir:
         if self.config.overwrite_output_dir and not self._was_marked:
             (self.path / STARTS_OVER).touch()
             flush(self.path)
-        return None
 
     def _check_earlier(self) -> None:
         """Raises UsageError if the user must decide what becomes of an earlier run in the folder."""

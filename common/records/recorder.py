@@ -98,7 +98,13 @@ class Recorder:
             self.output_dir.card = self._card(None)  # OutputDir adds how the run failed
         metrics = {name: value for name, value in self.last_metrics.items() if name.startswith("eval/")}
         times = {"wall_seconds": self._wall_seconds, "skipped_steps": self.state.num_skipped}
-        finish_trackers(self.accelerator, metrics | times, self.last_metrics.get("step"))
+        summary = {f"summary/{name}": value for name, value in (metrics | times).items()}
+        self.accelerator.log(summary, self.last_metrics.get("step"))
+        for tracker in self.accelerator.trackers:
+            try:
+                tracker.finish()
+            except Exception as error:  # it must not hide how the run ended
+                print(f"{tracker.name} did not finish: {error}", file=sys.stderr, flush=True)
 
     def add(self, learning_rate: float, result: StepResult) -> None:
         """Adds one optimizer step."""
@@ -259,13 +265,3 @@ def start_trackers(accelerator: Accelerator, plan: Plan, versions: dict[str, str
         reason = first_line(error)
         advice = " (without a network: WANDB_MODE=offline)" if "wandb" in plan.config.report_to else ""
         raise UsageError(f"--report_to {plan.config.report_to} did not start: {reason}{advice}") from None
-
-
-def finish_trackers(accelerator: Accelerator, summary: dict[str, float], step: float | None) -> None:
-    """Logs the summary of the run at its last recorded step, and closes the trackers."""
-    accelerator.log({f"summary/{name}": value for name, value in summary.items()}, step=step)
-    for tracker in accelerator.trackers:
-        try:
-            tracker.finish()
-        except Exception as error:  # it must not hide how the run ended
-            print(f"{tracker.name} did not finish: {error}", file=sys.stderr, flush=True)

@@ -46,17 +46,11 @@ def catch(at_once: Callable[[str], object] | None = None) -> None:
     signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     for number in STOPPING:
         _before[number] = signal.signal(number, lambda *_: None)
-    end_with_launcher()
-
-
-def end_with_launcher() -> None:
-    """On Linux, lets the end of the launcher send this process SIGTERM, also if it has ended already."""
-    if not Environment.read().was_launched or sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
-    # A fork has another parent from its start.
-    if (os.getpid() == BEGUN_AS[0] and os.getppid() != BEGUN_AS[1]) or _is_orphan():
-        os.kill(os.getpid(), signal.SIGTERM)
+    if Environment.read().was_launched and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
+        # Also if the launcher has ended already. A fork has another parent from its start.
+        if (os.getpid() == BEGUN_AS[0] and os.getppid() != BEGUN_AS[1]) or _is_orphan():
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _is_orphan() -> bool:

@@ -1,10 +1,12 @@
 """Weights that stay on disk and on the meta device until each process reads its part."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -12,6 +14,34 @@ from ..errors import UsageError
 from .shards import TensorReader, read_like
 
 Origin = tuple[TensorReader, str]  # what reads a weight, and its name there
+
+
+class WeightFiles(Mapping[str, Tensor]):
+    """The weights in safetensors files by their names, each a map of its file; also a `TensorReader`. `types` has their
+    types in the words of safetensors."""
+
+    def __init__(self, paths: Iterable[str | Path]):
+        files = [safe_open(path, "pt") for path in paths]
+        self._file_of = {name: file for file in files for name in file.offset_keys()}
+        self.tensors: dict[str, dict[str, Any]] = {
+            name: {"shape": file.get_slice(name).get_shape()} for name, file in self._file_of.items()
+        }
+        self.types = {name: file.get_slice(name).get_dtype() for name, file in self._file_of.items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._file_of[name].get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+    def tensor(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
+        """Reads a tensor, or its range of `sizes` from `offsets`, onto the CPU."""
+        if not offsets or sizes is None:
+            return self[name]
+        return self._file_of[name].get_slice(name)[tuple(slice(at, at + size) for at, size in zip(offsets, sizes))]
 
 
 class LazyParameter(nn.Parameter):
@@ -106,8 +136,7 @@ def materialized(module: nn.Module, device: torch.device | str) -> Iterator[None
 
 
 def with_full_weights(module: nn.Module) -> AbstractContextManager[None]:
-    """Holds the whole weights for the `with` block, as maps of the files where these have their types: do not write
-    into them."""
+    """Holds the whole weights for the `with` block, mostly as maps of the files: do not write into them."""
     return _lent(module, lambda weight, origin: origin[0].tensor(origin[1]).to(weight.dtype))
 
 

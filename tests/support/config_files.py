@@ -8,8 +8,9 @@ from typing import Any
 
 import yaml
 
+from accelerate_recipes.catalog import mapping_in
 from accelerate_recipes.doctor import asked, rules
-from accelerate_recipes.doctor.config import Config, read
+from accelerate_recipes.doctor.config import Config
 from accelerate_recipes.doctor.finding import Rule
 from accelerate_recipes.doctor.machine import GPU, Machine
 from support.runs import ROOT
@@ -33,6 +34,10 @@ RULES: dict[str, tuple[Rule, ...]] = {
 BAD = sorted(path for kind in RULES for path in FILES.glob(f"{kind}/*.yaml"))
 TYPICAL = sorted(FILES.glob("typical/*.yaml"))
 REFUSED = sorted(FILES.glob("refused/*.yaml"))
+
+
+def read(path: Path, machine: Machine) -> Config:
+    return Config(path, mapping_in(path), machine)
 
 
 def name_of(path: Path) -> str:

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from accelerate_recipes.common.check.sketch import Sketch
 from accelerate_recipes.common.check.tolerances import RECORD
+from accelerate_recipes.common.weights.on_disk import WeightFiles
 from accelerate_recipes.verify.compare import (
-    Tensors,
     Trace,
     compare,
     compared,
@@ -69,7 +69,7 @@ def test_rounding_explains_ten_times_what_it_moves_and_only_later() -> None:
 def test_weights_of_any_type_are_read_one_by_one_and_equal_only_to_the_last_bit(tmp_path: Path) -> None:
     weights = {"whole": torch.tensor([2**60]), "mask": torch.tensor([-math.inf, 0.0]), "phase": torch.ones(2) * 1j}
     save_file(weights, tmp_path / "model.safetensors")
-    read = Tensors(tmp_path)
+    read = WeightFiles(tmp_path.glob("*.safetensors"))
     assert len(read) == 3 and distances(read, weights) == dict.fromkeys(weights, 0.0)
     changed = {"whole": torch.tensor([2**60 + 1]), "mask": torch.tensor([0.0, 0.0]), "phase": torch.ones(2) * 1.5j}
     assert all(size > 0 for size in distances(read, changed).values())

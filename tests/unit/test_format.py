@@ -21,7 +21,14 @@ from accelerate_recipes.common.weights.shards import Shard
 from support.manifests import rewrite
 
 SHARD = "shard_00000.safetensors"
-CONTENT = {"state": {"step": 3}, "own_flags": {"model": "cnn"}}
+CONTENT = {
+    "state": {"step": 3, "num_skipped": 0},
+    "own_flags": {"model": "cnn"},
+    "unrecorded": {"num_taken": 0, "sums": {}},
+    "identity": {},
+    "trainer": {},
+    "schedule": "",
+}
 
 
 def tensors() -> dict[str, Tensor]:
@@ -200,7 +207,7 @@ def test_what_cannot_be_read_gives_way_to_the_checkpoint_before(
         write(tmp_path / "checkpoints" / checkpoint_name(step), collect_shards(parts, 0), CONTENT, CpuGroup())
 
     def newest_step() -> str:
-        found = newest(tmp_path, lambda path: Reader.open_verified(path, CpuGroup()), CpuGroup())
+        found = newest(tmp_path, Reader.open_verified, CpuGroup())
         assert found is not None
         return found.folder.name
 

@@ -11,8 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from accelerate_recipes import RunConfig
-from accelerate_recipes.common.checkpoint.identity import Facts, other_sample, training_facts
-from accelerate_recipes.common.cpu_group import CpuGroup
+from accelerate_recipes.common.checkpoint.identity import Facts, _facts, known_by, other_sample
 from accelerate_recipes.common.layout import Layout
 from accelerate_recipes.common.plan import Plan
 from accelerate_recipes.common.seeds import CPU, generator_states
@@ -37,7 +36,7 @@ class Rows(Dataset):
 
 def facts_of(dataset: Dataset, **flags: Any) -> Facts:
     plan = Plan.of(RunConfig(**(CONFIG | flags)), Layout(), 80)
-    facts = training_facts(plan, dataset, CpuGroup())
+    facts = _facts(dataset, known_by(plan), plan.config)
     return json.loads(json.dumps(facts))  # as a checkpoint holds them
 
 

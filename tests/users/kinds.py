@@ -11,8 +11,7 @@ from samples import VOCABULARY, WIDTH
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, prune
 
-from accelerate_recipes.common.tasks.models.pretrained import Folder
-from accelerate_recipes.common.weights.on_disk import leave_on_disk
+from accelerate_recipes.common.weights.on_disk import WeightFiles, leave_on_disk
 
 
 def ids_of(x: Tensor) -> Tensor:
@@ -132,7 +131,7 @@ def on_disk(model: nn.Module) -> nn.Module:
     """With its weights left on disk, as those of a pretrained model are."""
     with NamedTemporaryFile(suffix=".safetensors") as file:
         save_file(model.state_dict(), file.name)
-        folder = Folder([file.name])
+        folder = WeightFiles([file.name])
     for name, weight in model.to("meta").named_parameters():
         leave_on_disk(weight, folder, name)
     return model

@@ -138,9 +138,4 @@ def shared_memory_of_workers(config: Config, recipe: dict[str, int]) -> Iterator
         )
 
 
-RULES_OF_THE_MACHINE = (unusable_gpu, shared_memory)
-# With a named config, Accelerate does not read its default file.
-RULES_WITHOUT_CONFIG = (unasked_config,)
 RULES = (processes, bf16, packages, memory, open_files)
-# With a recipe, too.
-RULES_OF_A_RECIPE = (shared_memory_of_workers,)

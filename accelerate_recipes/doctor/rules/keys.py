@@ -122,8 +122,7 @@ def ignored_sections(config: Config) -> Iterator[Finding]:
 
 
 def flags_of_the_command_line(config: Config) -> Iterator[Finding]:
-    """A key whose value Accelerate takes from its command line, even if the flag is not typed there: that has a
-    default."""
+    """A key whose value Accelerate takes from its command line, or from that flag's default if it is not typed."""
     for key, default in known().flags.items():
         value = config.values.get(key)
         # The rendezvous is the same with and without same_network.

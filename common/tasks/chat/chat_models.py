@@ -94,13 +94,7 @@ def load_teacher(path: str, config: ChatFlags, tokenizer: Any, accelerator: Acce
     materialize(model)
     precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
     teacher = with_logits(model).to(accelerator.device, precision).eval().requires_grad_(False)
-
-    @torch.no_grad()
-    def logits(batch: Batch) -> Tensor:
-        found: Tensor = teacher(batch["tokens"], batch["places"])
-        return found
-
-    return logits
+    return torch.no_grad()(lambda batch: teacher(batch["tokens"], batch["places"]))
 
 
 def with_chat_template(tokenizer: Any, model: PreTrainedModel) -> Any:

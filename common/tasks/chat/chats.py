@@ -265,7 +265,7 @@ def load_samples(
 
 def _divide(number: int, useful: list[int]) -> tuple[list[int], list[int]]:
     """(samples for training, those that are held out): one in twenty, of which one is useful."""
-    train, held = divide(range(number), HELD_OUT)
+    train, held = divide([[*range(number)]], HELD_OUT)
     if useful and not {*useful} & {*held}:
         held = useful[:1]
         train = [sample for sample in range(number) if sample not in held]

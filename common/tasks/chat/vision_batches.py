@@ -71,8 +71,7 @@ class VisionEncoder:
             raise UsageError(f"{type(self.processor).__name__} refuses it ({first_line(error)})") from None
 
     def sample(self, messages: Messages, images: Images, is_cut: bool = True) -> dict[str, Any]:
-        """A sample of a conversation, which `is_cut` to `max_length`. Raises UsageError, then also if none of its
-        tokens is trained."""
+        """A sample of a conversation, which `is_cut` to `max_length`. Raises UsageError, also if nothing is trained."""
         found, trained = self._encode(messages, images)
         whole, kept = found["input_ids"][0], slice(self.max_length if is_cut else None)
         if is_cut and (whole[self.max_length :] == self.image_token).any():

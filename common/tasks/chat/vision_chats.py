@@ -79,11 +79,10 @@ def load_vision_chats(
         parts = range(cut, len(chats)), range(cut)
         return VisionChats(parts[0], chats.__getitem__, data), VisionChats(parts[1], chats.__getitem__, data)
     splits = [_Rows(data, table, messages_column, images_column) for table in load_tables(data, ADVICE, max_samples)]
-    numbers: Sequence[Sequence[int]] = [split.find_answered(data) for split in splits]
-    if len(splits) == 1:
-        if len(numbers[0]) < 2:
-            raise UsageError(f"--data {data} has one conversation: expected 2 or more")
-        numbers = divide(numbers[0], HELD_OUT)
+    numbers = [split.find_answered(data) for split in splits]
+    if len(splits) == 1 and len(numbers[0]) < 2:
+        raise UsageError(f"--data {data} has one conversation: expected 2 or more")
+    numbers = divide(numbers, HELD_OUT)
     return VisionChats(numbers[0], splits[0], data), VisionChats(numbers[1], splits[-1], data)
 
 

@@ -26,8 +26,7 @@ def class_measures(num_classes: int, examples: dict[str, Tensor]) -> dict[str, f
 
 
 def measures_of_several(examples: dict[str, Tensor]) -> dict[str, float]:
-    """Like `average_precision`; and F1 of what is more probable than not, of all answers and as a mean over the
-    classes."""
+    """Like `average_precision`; and F1 of what is more probable than not, over all answers and the mean of classes."""
     from sklearn.metrics import f1_score
 
     given = examples["label"].numpy(), examples["probability"].numpy() > 0.5

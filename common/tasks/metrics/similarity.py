@@ -134,8 +134,7 @@ def correlations(examples: Examples) -> Metrics:
 
 
 def correlations_of(predicted: Tensor, target: Tensor) -> Metrics:
-    """Pearson's and Spearman's correlation of numbers of about 1. Predicted ones that differ by rounding share a
-    rank."""
+    """Pearson's and Spearman's correlation of numbers of about 1. Predictions that differ by rounding share a rank."""
     values = predicted.double(), target.double()
     ranks = _ranks((values[0] / ROUNDING).round()), _ranks(values[1])
     measured = {"pearson": values, "spearman": ranks}

@@ -19,8 +19,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from ...config import RunConfig, flag
 from ...errors import UsageError, first_line
-from ...weights.on_disk import origin_of, with_random_weights
-from .pretrained import Folder, files_of
+from ...weights.on_disk import WeightFiles, origin_of, with_random_weights
+from .pretrained import files_of
 
 FILE, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 
@@ -55,7 +55,7 @@ class Adapter:
         model.generation_config.to_json_file(folder / "generation_config.json")
         base = Path(self.settings.base_model_name_or_path)
         if getattr(model, "ends_otherwise", False) and base.is_dir() and not getattr(model.config, "auto_map", None):
-            files = {name: path for path in files_of(str(base)) for name in Folder([path]).tensors}
+            files = {name: path for path in files_of(str(base)) for name in WeightFiles([path]).tensors}
             index = json.dumps({"metadata": {}, "weight_map": files}, indent=2)
             if files:
                 (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(index, encoding="utf-8")
@@ -140,8 +140,7 @@ def with_adapters(model: PreTrainedModel, config: LoraFlags) -> nn.Module:
 
 
 def _continue(model: PreTrainedModel, folder: str) -> nn.Module:
-    """Freezes a model and adds the adapters in a folder. Raises UsageError if they are not LoRA alone, or belong to
-    another model."""
+    """Freezes a model and adds the adapters in a folder. Raises UsageError if they are no plain LoRA of this model."""
     given, peft = f"--model_name_or_path {folder}", _peft()
     try:
         settings = peft.PeftConfig.from_pretrained(folder)

@@ -3,7 +3,7 @@
 import copy
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 from accelerate import init_empty_weights
-from safetensors import safe_open
 from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.quantizers import AutoQuantizationConfig
@@ -23,7 +22,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from ...environment import print_once
 from ...errors import UsageError, first_line
 from ...files import check_is_pulled
-from ...weights.on_disk import leave_on_disk, on_disk, with_random_weights
+from ...weights.on_disk import WeightFiles, leave_on_disk, on_disk, with_random_weights
 from .tokenization import tokenizer_of
 
 TYPES = ("F64", "F32", "F16", "BF16")  # of safetensors, whose numbers are the weights themselves
@@ -71,7 +70,7 @@ def load(
         config = AutoConfig.from_pretrained(name_or_path, **trust)
         options |= (dequantized := _undo_quantization(config))
         model, info = kind.from_pretrained(name_or_path, device_map={"": "meta"}, **options)
-        folder = Folder(files_of(name_or_path))  # they are here now
+        folder = WeightFiles(files_of(name_or_path))  # they are here now
         if dequantized or not _left_on_disk(model, folder):
             model, info = kind.from_pretrained(name_or_path, **options)
         _check_types(model, folder, bool(dequantized))
@@ -146,8 +145,7 @@ def exported_folder(output_dir: Path) -> str:
 
 
 def _undo_quantization(config: Any) -> dict[str, Any]:
-    """The option with which transformers computes the weights of a quantized model; empty for one that is not. Raises
-    UsageError if it cannot."""
+    """transformers' option to compute the weights of a quantized model; else empty. Raises UsageError if it cannot."""
     parts = config, config.get_text_config()
     given = next((found for part in parts if (found := getattr(part, "quantization_config", None))), None)
     if given is None:
@@ -161,7 +159,7 @@ def _undo_quantization(config: Any) -> dict[str, Any]:
     return {"quantization_config": settings}
 
 
-def _check_types(model: PreTrainedModel, folder: "Folder", dequantized: bool) -> None:
+def _check_types(model: PreTrainedModel, folder: WeightFiles, dequantized: bool) -> None:
     """Raises UsageError if numbers in the files need a scale that is missing or that nobody applied, or a loaded weight
     is none of float32."""
     names = sorted(folder.types)  # X.weight, X.weight_scale_inv
@@ -205,25 +203,6 @@ def _check_rows(model: PreTrainedModel, tokenizer: Any) -> None:
     print_once(f"the model has no row for {', '.join(without)}: the tokenizer reads that as text")
 
 
-class Folder:
-    """Reads the weights in safetensors files, as a `TensorReader`. A whole tensor is a map of its file. `types` has
-    their types in the words of safetensors."""
-
-    def __init__(self, paths: list[str]):
-        files = [safe_open(path, "pt") for path in paths]
-        self._file_of = {name: file for file in files for name in file.keys()}  # noqa: SIM118  # not a dict
-        self.tensors: dict[str, dict[str, Any]] = {
-            name: {"shape": file.get_slice(name).get_shape()} for name, file in self._file_of.items()
-        }
-        self.types = {name: file.get_slice(name).get_dtype() for name, file in self._file_of.items()}
-
-    def tensor(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
-        """Reads a tensor, or its range of `sizes` from `offsets`, onto the CPU."""
-        if not offsets or sizes is None:
-            return self._file_of[name].get_tensor(name)
-        return self._file_of[name].get_slice(name)[tuple(slice(at, at + size) for at, size in zip(offsets, sizes))]
-
-
 def files_of(name_or_path: str) -> list[str]:
     """The safetensors files that `from_pretrained` has read; empty if it has read others."""
     find = partial(cached_file, name_or_path, local_files_only=True, _raise_exceptions_for_missing_entries=False)
@@ -234,7 +213,7 @@ def files_of(name_or_path: str) -> list[str]:
     return [str(find(name)) for name in names]
 
 
-def _left_on_disk(model: PreTrainedModel, folder: Folder) -> bool:
+def _left_on_disk(model: PreTrainedModel, folder: WeightFiles) -> bool:
     """Whether the files hold the weights of a model on the meta device, one tensor for each, unchanged. Then each
     weight knows its place, and the buffers have their values."""
     if getattr(model, "_weight_conversions", None):

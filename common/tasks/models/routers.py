@@ -9,12 +9,6 @@ from transformers import PreTrainedModel
 from ...errors import UsageError
 
 
-def check_experts(number: int) -> None:
-    """Raises UsageError for a single expert: a token takes two."""
-    if number == 1:
-        raise UsageError("--num_experts 1: a token takes two experts: use 0, or 2 and more")
-
-
 def experts_per_token(model: PreTrainedModel) -> int:
     """The number of experts that a router chooses. Raises UsageError unless it chooses by probability alone."""
     number: int = getattr(model.config.get_text_config(), "num_experts_per_tok", 0)

@@ -87,8 +87,7 @@ def load_labelled_texts(
             parts.append(rows_with_text(table, *columns, beside=_labels(table, label_column, target)))
         kind = tables[0].kinds.get(label_column)
         declared = getattr(getattr(kind, "feature", kind), "names", declared)
-    if len(parts) == 1:
-        parts = divide(parts[0], one_in=5)
+    parts = divide(parts, one_in=5)
     texts = [[row[0] if len(row) == 2 else row[:2] for row in part] for part in parts]
     labels = [[row[-1] for row in part] for part in parts]
     is_number, classes = target in NUMBERS, {*flatten([label for part in labels for label in part])}

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.utils.data import Dataset
 
 from ...data.facts import say
+from ...data.sets import ListDataset
 from ...errors import UsageError
 from ..models.tokenization import rows_with_tokens
 from ..reading.rows import Table, rows_with_text
@@ -26,14 +25,13 @@ ADVICE = "use --data stdlib for the embedded pairs, or the path of a .csv, .json
 
 
 class Pair(NamedTuple):
-    """Texts that belong together: a query, its document, and negatives, documents that are wrong. Or two texts and how
-    much they are alike."""
+    """Texts that belong together: a query, its document, and wrong documents. Or two texts and how alike they are."""
 
     texts: tuple[str, ...]
     score: float | None = None
 
 
-class EncodedPairs(Dataset):
+class EncodedPairs(ListDataset):
     """Samples {"query": int64 of shape (length,), "document", "negative_1", ...: the same; "text_ids": int64 of shape
     (texts,), the same for equal texts; and "score": float32, 0-dim, if the pairs have one}.
 
@@ -45,24 +43,18 @@ class EncodedPairs(Dataset):
     """
 
     def __init__(self, pairs: list[Pair], tokenizer: Any, max_length: int, prompts: dict[str, str]):
-        self.names = text_names([pairs])
-        begins = [prompts["query" if name == "query" else "document"] for name in self.names]
+        names = text_names([pairs])
+        begins = [prompts["query" if name == "query" else "document"] for name in names]
         # Outer white space goes, as in sentence-transformers.
         texts = [[(begin + pair.texts[at]).strip() for pair in pairs] for at, begin in enumerate(begins)]
         encoded = [tokenizer(column, truncation=True, max_length=max_length)["input_ids"] for column in texts]
-        kept = rows_with_tokens(*encoded)
-        self.columns = [[torch.tensor(tokens[row]) for row in kept] for tokens in encoded]
-        self.pairs = [pairs[row] for row in kept]
-
-    def __len__(self) -> int:
-        return len(self.pairs)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        texts, score = self.pairs[index]
-        sample = {name: column[index] for name, column in zip(self.names, self.columns)}
-        digests = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
-        sample["text_ids"] = torch.tensor([int.from_bytes(digest, "big", signed=True) for digest in digests])
-        return sample if score is None else sample | {"score": torch.tensor(score)}
+        self.samples = []
+        for row in rows_with_tokens(*encoded):
+            sample = {name: torch.tensor(tokens[row]) for name, tokens in zip(names, encoded)}
+            digests = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in pairs[row].texts]
+            sample["text_ids"] = torch.tensor([int.from_bytes(digest, "big", signed=True) for digest in digests])
+            score = pairs[row].score
+            self.samples.append(sample if score is None else sample | {"score": torch.tensor(score)})
 
 
 def text_names(parts: list[list[Pair]]) -> list[str]:
@@ -98,9 +90,7 @@ def load_pairs(
     else:
         columns = query_column, document_column, negative_column, score_column
         parts = [_rows(table, *columns) for table in load_tables(data, ADVICE)]
-    if len(parts) == 1:
-        parts = divide(parts[0])
-    train, evaluation = parts
+    train, evaluation = divide(parts)
     if min(len(train), len(evaluation)) < 2:
         raise UsageError(
             f"--data {data} has {len(train)} training and {len(evaluation)} evaluation pairs: expected two or more of "
@@ -121,8 +111,7 @@ def documented_functions() -> Iterator[tuple[ast.FunctionDef | ast.AsyncFunction
 
 
 def _standard_library() -> list[Pair]:
-    """The first paragraph of each function's docstring, and the function without it. A docstring that several functions
-    share counts once."""
+    """The first paragraph of each function's docstring, and the function without it; of equal docstrings the first."""
     pairs = dict[str, str]()
     for node, docstring in documented_functions():
         del node.body[0]

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from ...data.facts import say
+from ...data.sets import ListDataset
 from ...errors import UsageError
 from ..reading.rows import Table, rows_with_text
 from ..reading.sources import hold_out, load_tables
@@ -31,7 +31,7 @@ class Question:
     answers: Sequence[tuple[str, int]] = ()
 
 
-class Windows(Dataset):
+class Windows(ListDataset):
     """Samples {"input_ids": int64 of shape (length,), "token_type_ids": the same, if the tokenizer gives them,
     "places": int64 of shape (length, 2), "start", "end": int64, 0-dim}: a question and a part of its text.
 
@@ -58,7 +58,7 @@ class Windows(Dataset):
             )
         cls, options = tokenizer.cls_token_id, {"truncation": "only_second", "max_length": max_length, "stride": stride}
         options |= {"return_overflowing_tokens": True, "return_offsets_mapping": True}
-        self.samples, self.owners = list[dict[str, Tensor]](), list[Question]()  # and the question of each
+        self.samples, self.owners = [], list[Question]()  # and the question of each
         for start in range(0, len(questions), QUESTIONS_PER_CALL):
             texts = [question.context for question in questions[start : start + QUESTIONS_PER_CALL]]
             encoded = tokenizer(asked[start : start + QUESTIONS_PER_CALL], texts, **options)
@@ -70,9 +70,6 @@ class Windows(Dataset):
                 nowhere = sample["input_ids"].index(cls) if cls in sample["input_ids"] else 0
                 sample |= zip(("start", "end"), _labels(self.owners[-1], places, nowhere))
                 self.samples.append({name: torch.tensor(value, dtype=torch.int32) for name, value in sample.items()})
-
-    def __len__(self) -> int:
-        return len(self.samples)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return {name: value.long() for name, value in self.samples[index].items()}

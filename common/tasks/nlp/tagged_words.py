@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import Dataset
 
 from ...data.facts import count_by_class, say
+from ...data.sets import ListDataset
 from ...errors import UsageError
 from ..models.causal_lm import IGNORED
 from ..reading.labelled import Labelled, flatten
@@ -25,7 +25,7 @@ ADVICE = (
 Sentence = tuple[list[str], list[str]]  # words, and the tag of each
 
 
-class EncodedWords(Dataset):
+class EncodedWords(ListDataset):
     """Samples {"input_ids", "labels": int64 of shape (length,); "weight": float32, 0-dim}. The first token of a word
     has its tag as label, all others `IGNORED`. The weight is the number of words. A sample without one is left out.
 
@@ -39,7 +39,7 @@ class EncodedWords(Dataset):
         if not tokenizer.is_fast:
             raise UsageError("its tokenizer does not say which token is of which word: use a model with tokenizer.json")
         encoded = tokenizer([*source.samples], is_split_into_words=True, truncation=True, max_length=max_length)
-        self.samples, lost = list[dict[str, Tensor]](), 0
+        self.samples, lost = [], 0
         for row, tags in enumerate(source.labels):
             words = encoded.word_ids(row)
             pairs = zip([None, *words], words)  # of each token, and of the one before it
@@ -55,12 +55,6 @@ class EncodedWords(Dataset):
             say(f"{lost:,} of {len(flatten(source.labels)):,} words have no token up to --max_length: left out")
         if not self.samples:
             raise UsageError("no sentence has a word with a token: look at the columns that the flags name")
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return self.samples[index]
 
 
 class Entities:
@@ -129,8 +123,7 @@ def load_tagged_words(
         tables = load_tables(data, ADVICE)
         parts = [_rows(table, word_column, tag_column) for table in tables]
         names = getattr(getattr(tables[0].kinds.get(tag_column), "feature", None), "names", names)
-    if len(parts) == 1:
-        parts = divide(parts[0])
+    parts = divide(parts)
     if not all(parts):
         raise UsageError(f"--data {data} has no sentences for training or evaluation: expected two or more")
     classes = names or sorted({tag for part in parts for _, tags in part for tag in tags})
@@ -149,7 +142,7 @@ def _conll_files(data: str) -> list[list[Place]]:
     if ending_of(path) in CONLL and not path.exists():  # no Hub id
         raise UsageError(f"--data {data}: no such file; {ADVICE}")
     if path.is_dir() and not {ending_of(name) for name in walk(path)[0]} & {*TABLES} - {*CONLL}:
-        return [*files_of_folder(data, path, CONLL, ADVICE).splits.values()][:2]
+        return [*files_of_folder(data, path, CONLL, ADVICE).values()][:2]
     return [[path]] if path.is_file() and ending_of(path) in CONLL else []
 
 

@@ -158,7 +158,7 @@ def _text_files(data: str) -> list[list[Place]] | None:
         if ".txt" in found:
             raise UsageError(f"--data {data} holds {found['.txt']} and {tables[0]}: use the path of one")
         return None  # .md and .py files beside tables are about them
-    return [*files_of_folder(data, path, TEXTS, ADVICE).splits.values()][:2]
+    return [*files_of_folder(data, path, TEXTS, ADVICE).values()][:2]
 
 
 def _pieces(places: list[Place]) -> Iterator[str]:

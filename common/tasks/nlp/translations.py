@@ -5,8 +5,8 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
 
+from ...data.sets import ListDataset
 from ...errors import UsageError
 from ..models.tokenization import rows_with_tokens
 from ..reading.rows import rows_with_text
@@ -18,7 +18,7 @@ ADVICE = "use --data dates for the embedded pairs, or the path of a .csv, .jsonl
 Pairs = list[tuple[str, str]]
 
 
-class Translations(Dataset):
+class Translations(ListDataset):
     """Samples {"input_ids": int64 of shape (source length,), "decoder_input_ids" and "labels": int64 of shape (target
     length,), "weight": the number of labels}.
 
@@ -34,18 +34,12 @@ class Translations(Dataset):
         sources = tokenizer([prefix + source for source, _ in pairs], truncation=True, max_length=max_length)
         targets = tokenizer(text_target=[target for _, target in pairs], truncation=True, max_length=max_target_length)
         kept = rows_with_tokens(sources["input_ids"], targets["input_ids"])
-        self.targets, self.samples = [pairs[row][1].strip() for row in kept], list[dict[str, Any]]()
+        self.targets, self.samples = [pairs[row][1].strip() for row in kept], []
         for row in kept:
             source, labels = (torch.tensor(each["input_ids"][row]) for each in (sources, targets))
             begun = model.prepare_decoder_input_ids_from_labels(labels=labels[None])[0]
             sample = {"input_ids": source, "decoder_input_ids": begun, "labels": labels, "weight": float(len(labels))}
             self.samples.append(sample)
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.samples[index]
 
 
 def load_translations(data: str, source: str, target: str, embedded: Callable[[], Pairs]) -> tuple[Pairs, Pairs]:
@@ -60,8 +54,7 @@ def load_translations(data: str, source: str, target: str, embedded: Callable[[]
     for table in [] if parts else load_tables(data, ADVICE):
         table.check_columns({"--source_column": source, "--target_column": target})
         parts.append(rows_with_text(table, source, target))
-    if len(parts) == 1:
-        parts = divide(parts[0])
+    parts = divide(parts)
     if not all(parts):
         raise UsageError(f"--data {data} has too few pairs of texts: expected some to train on, others to evaluate")
     return parts[0], parts[1]

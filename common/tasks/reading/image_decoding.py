@@ -43,7 +43,10 @@ class Opener:
                     return self._decode(file, name)
                 with Image.open(io.BytesIO(file) if isinstance(file, bytes) else file) as image:
                     shown = self._decode(image, name)
-                    self._mention_frames(image, name)
+                    if not self.said[FRAMES]:
+                        with suppress(Exception):  # frames after the first may be damaged
+                            if image.format != "MPO" and getattr(image, "is_animated", False):  # phones add a preview
+                                self._say(FRAMES, f"{name} has several frames: the first of such images is used")
                     return shown
         except UsageError:
             raise
@@ -86,12 +89,6 @@ class Opener:
         if tags.get(PHOTOMETRIC) == 0:
             levels = 255 - levels
         return numpy.where(values == image.info.get("transparency", -1), numpy.uint8(255), levels)
-
-    def _mention_frames(self, image: Image.Image, name: str) -> None:
-        if not self.said[FRAMES]:
-            with suppress(Exception):  # frames after the first may be damaged
-                if image.format != "MPO" and getattr(image, "is_animated", False):  # phones add a preview
-                    self._say(FRAMES, f"{name} has several frames: the first of such images is used")
 
     def _say(self, kind: int, line: str) -> None:
         if not self.said[kind]:

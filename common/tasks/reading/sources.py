@@ -4,16 +4,16 @@ import glob
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from itertools import chain, zip_longest
 from pathlib import Path, PurePath
 from typing import Any, TypeVar
 
 import torch
+from huggingface_hub import metadata_load
+from yaml import YAMLError
 
 from ...data.facts import say
 from ...errors import RunError, UsageError, first_line
@@ -40,6 +40,7 @@ ABOUT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "s
 # Options of a builder of `datasets` that do not say how to read a file.
 SET_BY_ALL = {"name", "version", "data_dir", "data_files", "description", "features"}
 STDLIB = Path(sysconfig.get_path("stdlib"))  # embedded data that every Python has
+Files = dict[str, list[Place]]  # {split: its files}
 LeftOut = dict[str, list[str]]  # {why: paths}
 Row = TypeVar("Row")
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -59,17 +60,13 @@ def hold_out(num_samples: int, one_in: int = HELD_OUT) -> tuple[torch.Tensor, to
     return order[num_held_out:], order[:num_held_out]
 
 
-def divide(rows: Sequence[Row], one_in: int = HELD_OUT) -> list[list[Row]]:
-    """[the rest, the held-out rows], like `hold_out`, each in their order."""
-    return [[rows[number] for number in ids.sort().values.tolist()] for ids in hold_out(len(rows), one_in)]
-
-
-@dataclass(frozen=True)
-class Files:
-    """The files of a dataset."""
-
-    splits: dict[str, list[Place]]  # {split: its files}
-    kinds: dict[str, Any] = field(default_factory=dict)  # {column: its type in `datasets`}, if they are declared
+def divide(parts: list[list[Row]], one_in: int = HELD_OUT) -> list[list[Row]]:
+    """The training rows and the evaluation rows, if there are both; of one part the rest and the held-out rows, like
+    `hold_out`, each in their order."""
+    if len(parts) > 1:
+        return parts
+    ids = hold_out(len(parts[0]), one_in)
+    return [[parts[0][number] for number in each.sort().values.tolist()] for each in ids]
 
 
 def load_tables(
@@ -85,11 +82,15 @@ def load_tables(
         max_samples: read so many rows of each split, without downloading the rest.
         is_labelled: whether a split can be evaluated: the first of test and validation is taken that can.
     """
-    files = table_files(data, advice)
-    if files is None or all(ending_of(place) == ".parquet" for places in files.splits.values() for place in places):
+    files, kinds = table_files(data, advice)
+    if all(ending_of(place) == ".parquet" for places in files.values() for place in places):  # or there are none
         names, read = _datasets_of(data, advice, max_samples, files)
     else:
-        names, read = _names(data, files.splits), partial(_read_files, data, files, max_samples)
+        names = _names(data, files)
+
+        def read(name: str) -> Table:
+            return table_of(f"{data}, {name}" if len(files) > 1 else data, files[name], max_samples, kinds)
+
     tables = [read(names[0])]
     for name, following in zip_longest(names[1:], names[2:]):
         if is_labelled(table := read(name)):
@@ -99,23 +100,18 @@ def load_tables(
     return tables
 
 
-def _read_files(data: str, files: Files, max_samples: int | None, name: str) -> Table:
-    named = f"{data}, {name}" if len(files.splits) > 1 else data
-    return table_of(named, files.splits[name], max_samples, files.kinds)
-
-
 def _datasets_of(
-    data: str, advice: str, max_samples: int | None, files: Files | None
+    data: str, advice: str, max_samples: int | None, files: Files
 ) -> tuple[list[str], Callable[[str], Table]]:
     """(names of the splits as `_names` gives them, what reads one) of Parquet files, a saved dataset or a Hub id."""
     import datasets  # not at the top: the import takes seconds
 
     path = local_path(data)
     where: tuple[str, Any] = str(path) if _has_card(path) else data, None
-    if files is not None:  # for `datasets` a path is a pattern
-        for place in chain.from_iterable(files.splits.values()):
+    if files:  # for `datasets` a path is a pattern
+        for place in chain.from_iterable(files.values()):
             check_is_pulled(Path(place))
-        escaped = {name: [glob.escape(str(place)) for place in places] for name, places in files.splits.items()}
+        escaped = {name: [glob.escape(str(place)) for place in places] for name, places in files.items()}
         where = "parquet", escaped
     folder = ""
     with _errors_in_one_line(data, advice):
@@ -149,20 +145,22 @@ def is_saved(folder: Path) -> bool:
     return (folder / "dataset_dict.json").is_file() or any(folder.glob("data-*-of-*.arrow"))
 
 
-def table_files(data: str, advice: str) -> Files | None:
-    """The files with the rows that `--data` names; None if `datasets` must find them itself, in a Hub id whose files
-    have types. Raises UsageError if there are none."""
+def table_files(data: str, advice: str) -> tuple[Files, dict[str, Any]]:
+    """(the files with the rows that `--data` names, {column: its type in `datasets`} if they are declared); no files if
+    `datasets` must find them itself, in a Hub id whose files have types. Raises UsageError if there are none."""
     if weights_of(data) is not None:
         raise UsageError(f"--data {data}: this recipe takes one source: use it without a weight")
     path = local_path(data)
     if path.is_dir():
         if is_saved(path):
-            return None
-        return _find_files(data, str(path), advice) if _has_card(path) else files_of_folder(data, path, TABLES, advice)
+            return {}, {}
+        if not _has_card(path):
+            return files_of_folder(data, path, TABLES, advice), {}
+        return _find_files(data, str(path), advice)
     if path.is_file():
         if ending_of(path) not in TABLES:
             raise UsageError(f"--data {data}: its name ends with none of {', '.join(TABLES)}; {advice}")
-        return Files({"train": [path.absolute()]})
+        return {"train": [path.absolute()]}, {}
     if os.path.lexists(path):
         raise UsageError(f"--data {data} is not a file or folder that can be read; {advice}")
     if ending_of(path) in (*TABLES, ".txt") or not HUB_ID.fullmatch(data):
@@ -198,9 +196,9 @@ def files_of_folder(data: str, folder: Path, kinds: dict[str, str], advice: str)
                 f"--data {data} holds {other.name} and {path.name}, which may be the same: use the path of one, or "
                 "move the other away"
             )
-    named = [(path.absolute(), _split_of(path.relative_to(folder))) for path in found]
+    named = [(path.absolute(), split_of(path.relative_to(folder))) for path in found]
     unnamed = "" if any(split == "train" for _, split in named) else "train"  # the split of files without one
-    splits: dict[str, list[Place]] = {}
+    splits: Files = {}
     for path, split in named:
         splits.setdefault(split or unnamed, []).append(path)
     names = _names(data, splits)
@@ -209,7 +207,7 @@ def files_of_folder(data: str, folder: Path, kinds: dict[str, str], advice: str)
         read = [f"{len(splits[name]):,} for {name}" for name in names[:2]]
         left = [f"{len(others):,} not read, such as {others[0].name}"] if others else []
         say(f"files of --data {data}, by their names: {', '.join(read + left)}")
-    return Files({name: splits[name] for name in names})
+    return {name: splits[name] for name in names}
 
 
 def walk(folder: Path, twice: bool = False) -> tuple[list[str], LeftOut]:
@@ -259,7 +257,7 @@ def _why_not(entry: os.DirEntry[str]) -> str:
     return "" if entry.is_dir() or entry.is_file() else "no ordinary files"  # such as a pipe, which would be waited for
 
 
-def _split_of(path: Path) -> str | None:
+def split_of(path: Path) -> str | None:
     """The split that a file belongs to: its name, or that of a folder on its way, is the name of the split."""
     for word in (SHARD.sub("", strip_packing(path).stem), *reversed(path.parts[:-1])):
         for split, names in SPLITS.items():
@@ -270,31 +268,26 @@ def _split_of(path: Path) -> str | None:
 
 def _has_card(folder: Path) -> bool:
     """Whether a folder has a card of the Hub that says which files belong to which split."""
-    card = folder / "README.md"
-    if not card.is_file():
-        return False
-    lines = card.read_text(encoding="utf-8", errors="replace").splitlines()
-    ends = [number for number, line in enumerate(lines[1:], start=1) if line.strip() == "---"]
-    return lines[:1] == ["---"] and any(line.startswith("configs:") for line in lines[1 : ends[0] if ends else 1])
+    with suppress(OSError, ValueError, YAMLError):  # there is none, or one that is no card
+        return "configs" in (metadata_load(folder / "README.md") or {})
+    return False
 
 
-def _find_files(data: str, name: str, advice: str) -> Files | None:
-    """The files of a Hub id, or of a folder with a card, whose rows would get guessed types; None if they have types,
-    or if the card says how to read them."""
+def _find_files(data: str, name: str, advice: str) -> tuple[Files, dict[str, Any]]:
+    """Like `table_files` of a Hub id, or of a folder with a card: the files whose rows would get guessed types. None of
+    them if they have types, or if the card says how to read them."""
     import datasets
 
     with _errors_in_one_line(data, advice):
         builder = datasets.load_dataset_builder(name)
     if builder.name not in ("csv", "json"):
-        return None
+        return {}, {}
     own, usual = vars(builder.config), vars(type(builder.config)())
     if any(own[option] != usual[option] for option in usual.keys() - SET_BY_ALL):
-        return None
-    splits = {str(split): [*map(str, places)] for split, places in builder.config.data_files.items()}
-    kinds = builder.info.features or {}
-    return Files(
-        {split: [one if "://" in one else Path(one) for one in places] for split, places in splits.items()}, kinds
-    )
+        return {}, {}
+    files = {str(split): [*map(str, places)] for split, places in builder.config.data_files.items()}
+    found = {split: [one if "://" in one else Path(one) for one in places] for split, places in files.items()}
+    return found, builder.info.features or {}
 
 
 def check_not_streamed(data: str, max_samples: int | None) -> None:

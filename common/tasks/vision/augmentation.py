@@ -37,8 +37,14 @@ class AugmentationFlags(VaryingFlags):
 
 
 def variation(width: int, height: int, flags: VaryingFlags) -> tuple[Box, bool, Factors]:
-    """(a random part of an image, whether it is mirrored, factors of its colours)"""
-    box = random_box(width, height, flags.least_area)
+    """(a random part of an image, whether it is mirrored, factors of its colours). The part has the share of the flag
+    of its area or more, of 3:4 to 4:3 of its proportions (Szegedy et al. 2015)."""
+    share, ratio, x, y = torch.rand(4).tolist()
+    area = (flags.least_area + (1 - flags.least_area) * share) * width * height
+    proportion = (3 / 4) ** (1 - 2 * ratio)
+    box_width, box_height = min(width, math.sqrt(area * proportion)), min(height, math.sqrt(area / proportion))
+    left, top = x * (width - box_width), y * (height - box_height)
+    box: Box = left, top, left + box_width, top + box_height
     box = (0, 0, width, height) if flags.least_area >= 1 else box  # a part of other proportions would be less
     # Drawn in any case, so that the rest stays the same.
     is_mirrored = bool(torch.rand(()) < 0.5) and flags.mirror
@@ -51,17 +57,6 @@ def middle(width: int, height: int) -> Box:
     side = min(width, height)
     left, top = (width - side) / 2, (height - side) / 2
     return left, top, left + side, top + side
-
-
-def random_box(width: int, height: int, least_area: float) -> Box:
-    """A random part of an image with this share of its area or more, of 3:4 to 4:3 of its proportions (Szegedy et al.
-    2015)."""
-    share, ratio, x, y = torch.rand(4).tolist()
-    area = (least_area + (1 - least_area) * share) * width * height
-    proportion = (3 / 4) ** (1 - 2 * ratio)
-    box_width, box_height = min(width, math.sqrt(area * proportion)), min(height, math.sqrt(area / proportion))
-    left, top = x * (width - box_width), y * (height - box_height)
-    return left, top, left + box_width, top + box_height
 
 
 @cache

@@ -89,19 +89,15 @@ class CroppedImages(Dataset):
         image, augmentation, label = self._read(index), self.augmentation, self.source.target(index)
         if augmentation is None:
             return {"image": resize(image, self.form, middle(*image.size)), "label": label}
-        pixels = self._vary(image, augmentation)
+        pixels, facts = self._vary(image, augmentation), {"label": label}
         if augmentation.mixup or augmentation.cutmix:
             other = int(torch.randint(len(self), ()))
             varied = self._vary(self._read(other), augmentation)
             pixels, share = mix(pixels, varied, augmentation.mixup, augmentation.cutmix)
-            return {
-                "image": pixels,
-                "label": label,
-                "other_label": self.source.target(other),
-                "share": torch.tensor(share),
-            }
-        sample = {"image": pixels, "label": label}
-        return sample if self.weights is None else sample | {"weight": torch.tensor(self.weights[label])}
+            facts |= {"other_label": self.source.target(other), "share": torch.tensor(share)}
+        elif self.weights is not None:
+            facts["weight"] = torch.tensor(self.weights[label])
+        return {"image": pixels} | facts
 
     def _read(self, index: int) -> Image.Image:
         image: Image.Image = self.source.samples[index]

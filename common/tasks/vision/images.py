@@ -75,11 +75,12 @@ def load_images(data: str, max_samples: int | None = None) -> tuple[ImageDataset
             for example "ylecun/mnist".
         max_samples: read only so many images of each split, as a stream; see `load_tables`.
     """
-    place = None if data == "digits" else _idx_folder(local_path(data))
-    if data == "digits" or place is not None:
-        check_not_streamed(data, max_samples)
-        return _load_digits() if place is None else _load_idx(place)
-    return _load_in_memory(data, max_samples)
+    folder = local_path(data)
+    places = [place for place in (folder, folder / "MNIST" / "raw") if any(place.glob("*-idx?-ubyte*"))]
+    if data != "digits" and not places:
+        return _load_in_memory(data, max_samples)
+    check_not_streamed(data, max_samples)
+    return _load_digits() if data == "digits" else _load_idx(places[0])
 
 
 def _split(whole: ImageDataset) -> tuple[ImageDataset, ImageDataset]:
@@ -94,10 +95,6 @@ def _load_digits() -> tuple[ImageDataset, ImageDataset]:
         rows = torch.from_numpy(numpy.loadtxt(file, delimiter=",", dtype=numpy.float32))
     images = (rows[:, :-1] * (255 / 16)).round().to(torch.uint8).view(-1, 1, 8, 8)
     return _split(ImageDataset(images, rows[:, -1].long(), num_classes=10))
-
-
-def _idx_folder(folder: Path) -> Path | None:
-    return next((place for place in (folder, folder / "MNIST" / "raw") if any(place.glob("*-idx?-ubyte*"))), None)
 
 
 def _load_idx(place: Path) -> tuple[ImageDataset, ImageDataset]:
@@ -198,8 +195,7 @@ class ImageFormat:
 
     @classmethod
     def read(cls, output_dir: Path, networks: Container[str]) -> Self:
-        """Reads what `write` wrote. Raises UsageError if there is no model, or not one of an image classifier with
-        one of these networks."""
+        """Reads what `write` wrote. Raises UsageError unless it is an image classifier with one of these networks."""
         path = output_dir / "model" / "config.json"
         with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):  # such as that of another recipe
             entries = json.loads(read_file(path))

@@ -16,7 +16,7 @@ from ...data.facts import printable, say
 from ...errors import UsageError
 from ..reading.image_decoding import Opener
 from ..reading.labelled_images import ImageFiles
-from ..reading.sources import SPLITS, hold_out, is_saved, load_tables, walk
+from ..reading.sources import hold_out, is_saved, load_tables, split_of, walk
 from ..reading.text_files import local_path
 from .augmentation import UNCHANGED, VaryingFlags, variation
 from .cropped_images import Preprocessing, resize
@@ -137,12 +137,11 @@ def load_masked_images(
 def _in_folders(data: str, folder: Path, images: str, masks: str) -> list[Any]:
     """The paths of the images and of their masks, for training and perhaps for evaluation; [] if there are none."""
     kinds = {name: kind for kind in (images, masks) for name in (kind, f"{kind}s")}
-    splits = {name: split for split, names in SPLITS.items() for name in names}
     found: dict[str, dict[str, dict[str, str]]] = {}  # {split: {kind: {name: path}}}
     for file in walk(folder, twice=True)[0]:
         parents = Path(file).parts[:-1]
         if kind := next((kinds[part.lower()] for part in parents if part.lower() in kinds), None):
-            split = next((splits[part.lower()] for part in parents if part.lower() in splits), "train")
+            split = split_of(Path(file).parent) or "train"
             name = "/".join([part for part in parents if part.lower() not in kinds] + [Path(file).stem])
             found.setdefault(split, {}).setdefault(kind, {})[name] = str(folder / file)
     parts = []
