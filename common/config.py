@@ -44,8 +44,8 @@ class RunConfig:
     )
     mixture_ends: Literal["first", "all"] = flag(
         "first",
-        "an epoch of several sources of --data ends when the first is used up, without repeats, or when all are: "
-        "smaller ones repeat",
+        "with several sources in --data: end an epoch when the first one is used up, or repeat smaller ones until all "
+        "are used up",
     )
     output_dir: Path = flag(None, "folder for records, checkpoints and model/ (default: outputs/<recipe>)")
     epochs: int = flag(1, "passes over the training data", minimum=1)
@@ -59,19 +59,19 @@ class RunConfig:
     )
     pipeline_schedule: Literal["1f1b", "interleaved", "zbv"] = flag(
         "1f1b",
-        "order of the passes in a pipeline; with interleaved and zbv a process holds two stages, and waits less",
+        "order of the passes in a pipeline; with interleaved and zbv each process holds two stages and waits less",
     )
     expert_parallel: int = flag(
-        1, "processes that each hold some of the experts of a mixture, and share each other's tokens", minimum=1
+        1, "number of processes that share the experts of each layer; each holds some of them", minimum=1
     )
     learning_rate: float = flag(1e-3, "peak learning rate", above=0)
-    warmup_steps: int = flag(0, "optimizer steps over which the learning rate rises to its peak", minimum=0)
+    warmup_steps: int = flag(0, "number of optimizer steps in which the learning rate rises to its peak", minimum=0)
     lr_schedule: Schedule = flag(
         "constant",
-        "learning-rate schedule after warm-up; wsd falls over the last fifth, one_cycle has its own warm-up",
+        "learning-rate schedule after warm-up; wsd decays in the last fifth, one_cycle has its own warm-up",
     )
     weight_decay: float = flag(0.0, "weight decay of matrices and kernels; not of biases, norms, embeddings", minimum=0)
-    max_grad_norm: float = flag(1.0, "clip gradients to this global L2 norm; 0 does not clip", minimum=0)
+    max_grad_norm: float = flag(1.0, "clip gradients to this global L2 norm; 0: do not clip", minimum=0)
     seed: int = flag(0, "seed of the initial weights, the sample order and all random numbers", minimum=0)
     num_workers: int = flag(
         0, "data-loading processes per training process, for datasets that decode", minimum=0, below=1025
@@ -80,7 +80,7 @@ class RunConfig:
     eval_every: int | None = flag(
         None, "optimizer steps between evaluations (default: once an epoch); the last step always evaluates", minimum=1
     )
-    save_every: int = flag(0, "optimizer steps between checkpoints; 0 saves none", minimum=0)
+    save_every: int = flag(0, "optimizer steps between checkpoints; 0: no checkpoints", minimum=0)
     keep_checkpoints: int = flag(2, "how many of the newest checkpoints to keep", minimum=1)
     async_save: bool = flag(
         False, "write checkpoints during the next steps; training waits only for a copy into CPU memory"
@@ -98,12 +98,15 @@ class RunConfig:
         None, "end the run after this many evaluations in a row without a new best value", minimum=1
     )
     check_steps: int = flag(
-        2, "first optimizer steps that one process repeats, to compare the results; 0: no check", minimum=0, below=1001
+        2,
+        "repeat the first N optimizer steps on one process, and compare the results; 0: no check",
+        minimum=0,
+        below=1001,
     )
     check_every: int = flag(
         0,
-        "after the save that follows so many optimizer steps, one process on the CPU repeats the next two steps, to "
-        "compare; 0: never",
+        "at a save, every N optimizer steps or more: repeat the next two steps on one process on the CPU, and compare; "
+        "0: never",
         minimum=0,
     )
     hang_timeout: float = flag(1800.0, "end the run after this many seconds without a step; 0: never", minimum=0)

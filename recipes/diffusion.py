@@ -48,15 +48,15 @@ class Config(RunConfig):
     log_every: int = 100
     eval_every: int | None = 500
     ema_decay: float = 0.998
-    max_samples: int | None = flag(None, "stream only this many images of a dataset, and keep them", minimum=1)
-    patch_size: int = flag(2, "a token is a square with sides of this many pixels", minimum=1)
+    max_samples: int | None = flag(None, "stream a dataset, and use only its first N images", minimum=1)
+    patch_size: int = flag(2, "height and width of a patch in pixels; each patch is a token", minimum=1)
     hidden_size: int = flag(96, "width of the model", minimum=1)
     num_layers: int = flag(4, "layers of the model", minimum=1)
     num_heads: int = flag(4, "attention heads", minimum=1)
-    class_dropout: float = flag(0.1, "share of samples without their class", minimum=0, below=1)
-    guidance: float = flag(1.5, "how much the class counts in images: 1 as in the data, more: clearer", minimum=0)
-    num_steps: int = flag(50, "steps from noise to an image", minimum=1)
-    num_pictures: int = flag(20, "images of each class that the exported model makes", minimum=0)
+    class_dropout: float = flag(0.1, "probability of dropping the class of a sample", minimum=0, below=1)
+    guidance: float = flag(1.5, "guidance scale; 1: as in the data, more: clearer classes", minimum=0)
+    num_steps: int = flag(50, "sampling steps from noise to an image", minimum=1)
+    num_pictures: int = flag(20, "images of each class that the exported model generates after training", minimum=0)
 
 
 class NoisyImages(Dataset):

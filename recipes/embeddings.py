@@ -49,17 +49,19 @@ class Config(EncoderFlags, LoraFlags):
     query_column: str = flag("query", "name of the column with the first text of each pair")
     document_column: str = flag("document", "name of the column with the second text of each pair")
     negative_column: str | None = flag(
-        None, "columns of wrong documents, with commas; default: negative, negative_1, ..."
+        None, "columns of wrong documents, separated by commas; default: negative, negative_1, ..."
     )
     score_column: str | None = flag(None, "name of the column with the similarity of the two texts")
-    query_prompt: str | None = flag(None, "text before each query; else the model's own, if it has one")
-    document_prompt: str | None = flag(None, "text before each document; else the model's own, if it has one")
+    query_prompt: str | None = flag(None, "text to put before each query; default: the model's own")
+    document_prompt: str | None = flag(None, "text to put before each document; default: the model's own")
     loss: Literal["symmetric", "one_direction", "cosine", "cosent"] = flag(
-        "symmetric", "find the partner of each text; of each query alone; for scores: their squared error; their order"
+        "symmetric",
+        "symmetric: find the partner of each text; one_direction: of each query; for scores cosine: squared error, or "
+        "cosent: their order",
     )
     temperature: float = flag(0.05, "divides similarities in the loss; the start value if it is learned", above=0)
     learn_temperature: bool = flag(True, "learn the temperature; with --score_column it stays fixed")
-    matryoshka: str = flag("", "sum the losses of prefixes of each vector, such as of 64,32,16 numbers")
+    matryoshka: str = flag("", "also train the first numbers of each vector, such as 64,32,16")
     pooling: Literal["auto", "mean", "cls", "lasttoken"] = flag("auto", "auto: as the model's modules.json, else mean")
 
 

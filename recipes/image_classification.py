@@ -49,15 +49,15 @@ class Config(AugmentationFlags):
     weight_decay: float = 0.05
     log_every: int = 50
     eval_every: int | None = 200
-    max_samples: int | None = flag(None, "stream only this many images of a dataset, and keep them", minimum=1)
+    max_samples: int | None = flag(None, "stream a dataset, and use only its first N images", minimum=1)
     class_weights: str | None = flag(None, "balanced, or the weights of classes in the loss, such as cat:2,dog:0.5")
-    label_smoothing: float = flag(0.1, "share of the target that is spread over all classes", minimum=0, below=1)
-    image_size: int = flag(32, "pixels a side; a pretrained model has its own", minimum=1)
-    patch_size: int = flag(8, "a token is a square with sides of this many pixels", minimum=1)
+    label_smoothing: float = flag(0.1, "amount of label smoothing, such as 0.1", minimum=0, below=1)
+    image_size: int = flag(32, "height and width in pixels; a pretrained model has its own", minimum=1)
+    patch_size: int = flag(8, "height and width of a patch in pixels; each patch is a token", minimum=1)
     hidden_size: int = flag(64, "width of the model", minimum=1)
     num_layers: int = flag(4, "layers of the model", minimum=1)
     num_heads: int = flag(4, "attention heads", minimum=1)
-    freeze_backbone: bool = flag(False, "train the head alone")
+    freeze_backbone: bool = flag(False, "train only the head")
     model_name_or_path: str | None = flag(None, "continue from this image classifier (folder or Hub id)")
 
 

@@ -37,7 +37,7 @@ class Config(RunConfig):
     lr_schedule: Schedule = "linear"
     model: Literal["cnn", "mlp"] = flag("cnn", "convolutional network, or an MLP with two hidden layers of 10")
     optimizer: Literal["adamw", "sgd"] = flag("adamw", "AdamW, or stochastic gradient descent")
-    max_samples: int | None = flag(None, "stream only this many images of a dataset, and keep them", minimum=1)
+    max_samples: int | None = flag(None, "stream a dataset, and use only its first N images", minimum=1)
     predict: str | None = flag(None, "image to classify with the model in --output_dir, instead of training")
 
 

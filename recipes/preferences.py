@@ -106,9 +106,13 @@ class Config(ChatFlags):
     lr_schedule: Schedule = "cosine"
     log_every: int = 50
     loss: str = flag("dpo", f"{', '.join(LOSSES)}; or a weighted sum of several: dpo:0.8,hinge:0.2")
-    label_smoothing: float = flag(0.0, "share of pairs whose label may be wrong: cDPO; robust", minimum=0, below=0.5)
-    beta: float = flag(0.1, "cost of moving away from the reference: a large value keeps the model near it", above=0)
-    sft_weight: float | None = flag(None, "weight of the chosen answer's loss (from scratch 1, else 0)", minimum=0)
+    label_smoothing: float = flag(
+        0.0, "share of pairs whose labels are swapped, for conservative DPO and --loss robust", minimum=0, below=0.5
+    )
+    beta: float = flag(0.1, "strength of the penalty for moving away from the reference model", above=0)
+    sft_weight: float | None = flag(
+        None, "weight of the loss of the chosen answer (default: 1 from scratch, else 0)", minimum=0
+    )
 
 
 def make_forward_step(config: Config) -> ForwardStep:

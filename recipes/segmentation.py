@@ -57,7 +57,7 @@ class Config(VaryingFlags):
     mask_column: str = flag("mask", "name of the column with the masks, or of their folder without s")
     ignored_class: int = flag(255, "number in the masks of pixels that do not count; -1: none", minimum=-1)
     class_names: str | None = flag(None, "path of a JSON file with {number in the masks: name}")
-    image_size: int = flag(32, "pixels a side; a pretrained model has its own", minimum=8)
+    image_size: int = flag(32, "height and width in pixels; a pretrained model has its own", minimum=8)
     hidden_size: int = flag(32, "width of the first of three stages; each next one has twice as many", minimum=4)
     num_layers: int = flag(2, "layers of a stage", minimum=1)
     model_name_or_path: str | None = flag(None, "continue from this model (folder or Hub id)")

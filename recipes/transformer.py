@@ -55,12 +55,12 @@ class Config(RunConfig):
     num_heads: int = flag(4, "attention heads; --hidden_size must be a multiple of twice this number", minimum=1)
     hidden_size: int = flag(128, "width of the model", minimum=2)
     num_experts: int = flag(0, "experts in each layer (a Mixtral), of which a token uses two; 0: a Llama", minimum=0)
-    router_loss: float = flag(0.0, "weight of a loss that spreads tokens over the experts, such as 0.01", minimum=0)
+    router_loss: float = flag(0.0, "weight of the loss that balances the load of the experts, such as 0.01", minimum=0)
     attention: Literal["sdpa", "eager"] = flag("sdpa", "implementation of attention")
     activation_checkpointing: bool = flag(False, "recompute activations in the backward pass, to save memory")
     model_name_or_path: str | None = flag(None, "continue from this causal model and its tokenizer (folder or Hub id)")
     trust_remote_code: bool = flag(False, "run Python code that the model brings: read it first")
-    max_samples: int | None = flag(None, "stream only this many rows of a dataset, and keep them", minimum=1)
+    max_samples: int | None = flag(None, "stream a dataset, and use only its first N rows", minimum=1)
     sample_tokens: int = flag(200, "tokens that the exported model generates after training", minimum=0)
 
 

@@ -67,7 +67,7 @@ class Config(ChatFlags):
     log_every: int = 50
     messages_column: str = flag("messages", "name of the column with a list of messages")
     images_column: str = flag("images", "name of the column with the images of a conversation, in order")
-    freeze: str = flag("", "freeze weights with one of these words in their names, such as vision_model")
+    freeze: str = flag("", "freeze weights whose name contains one of these words, such as vision_model")
 
 
 def small_vision_model(max_length: int, attention: str) -> tuple[PreTrainedModel, Any]:

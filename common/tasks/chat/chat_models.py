@@ -39,8 +39,8 @@ MORE_TOKENS = 16
 class ChatFlags(LoraFlags):
     """The flags of recipes that train a chat model."""
 
-    max_samples: int | None = flag(None, "stream only this many samples of a dataset, and keep them", minimum=1)
-    max_length: int = flag(256, "tokens of a conversation, or a packed block, beyond this number are cut", minimum=2)
+    max_samples: int | None = flag(None, "stream a dataset, and use only its first N samples", minimum=1)
+    max_length: int = flag(256, "longest conversation or packed block, in tokens; the rest is cut", minimum=2)
     merge: bool = flag(False, "with --lora_rank, write the model with merged adapters to <output_dir>/merged/, too")
     loss_chunk: int = flag(8192 if has_gpu() else 1024, "tokens whose logits are in memory at once; 0: all", minimum=0)
     attention: Literal["sdpa", "eager"] = flag("sdpa", "implementation of attention")

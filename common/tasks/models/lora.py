@@ -30,7 +30,9 @@ class LoraFlags(RunConfig):
     """The flags of recipes that train adapters of a pretrained model."""
 
     model_name_or_path: str | None = None
-    lora_rank: int = flag(0, "train adapters of this rank and no other weights; 0: train all weights", minimum=0)
+    lora_rank: int = flag(
+        0, "rank of LoRA adapters, the only weights that are trained; 0: train all weights", minimum=0
+    )
     lora_alpha: float | None = flag(None, "scale the adapters by lora_alpha / lora_rank (default: 2)", above=0)
     lora_dropout: float = flag(0.0, "dropout on the input of the adapters", minimum=0, below=1)
     lora_targets: str = flag(

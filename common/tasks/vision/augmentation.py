@@ -22,7 +22,7 @@ UNCHANGED: Factors = 1.0, 1.0, 1.0
 class VaryingFlags(RunConfig):
     """The flags of recipes whose images for training vary."""
 
-    least_area: float = flag(0.6, "least share of an image that a random cut keeps", above=0, maximum=1)
+    least_area: float = flag(0.6, "smallest share of an image that a random crop keeps", above=0, maximum=1)
     mirror: bool = flag(True, "mirror images at random; not for letters, digits, or left and right")
     colours: float = flag(0.3, "largest random change of brightness, contrast and saturation", minimum=0, below=1)
 
@@ -31,9 +31,9 @@ class VaryingFlags(RunConfig):
 class AugmentationFlags(VaryingFlags):
     """The flags of recipes whose images for training have holes, too, or mix."""
 
-    erasing: float = flag(0.0, "share of images that lose a random rectangle", minimum=0, maximum=1)
-    mixup: float = flag(0.0, "mix pairs of images; parameter of the shares, such as 0.2; 0: off", minimum=0)
-    cutmix: float = flag(0.0, "replace a part of each image with another; parameter, such as 1; 0: off", minimum=0)
+    erasing: float = flag(0.0, "probability of erasing a random rectangle", minimum=0, maximum=1)
+    mixup: float = flag(0.0, "alpha of mixup, which mixes pairs of images, such as 0.2; 0: off", minimum=0)
+    cutmix: float = flag(0.0, "alpha of CutMix, which pastes a part of another image, such as 1; 0: off", minimum=0)
 
 
 def variation(width: int, height: int, flags: VaryingFlags) -> tuple[Box, bool, Factors]:
