@@ -36,22 +36,13 @@ def parse(config_class: type[ConfigT], arguments: Sequence[str] | None = None) -
     return config
 
 
-# The groups of --help; a recipe's own flags come first.
+# The groups of --help, {title: its first flag in RunConfig, where they stand together}, after a recipe's own flags.
 GROUPS = {
-    "data": ("data", "mixture_ends", "num_workers"),
-    "optimisation": (
-        *("epochs", "max_steps", "batch_size", "micro_batch_size", "learning_rate", "warmup_steps", "lr_schedule"),
-        *("weight_decay", "max_grad_norm", "ema_decay", "early_stopping_patience", "seed"),
-    ),
-    "saving": (
-        *("output_dir", "overwrite_output_dir", "save_every", "keep_checkpoints", "async_save"),
-        *("resume_from_checkpoint", "metric_for_best_model", "export_dtype"),
-    ),
-    "records": ("log_every", "eval_every", "evaluate_only", "save_predictions", "report_to"),
-    "machine": (
-        *("pipeline_stages", "pipeline_schedule", "expert_parallel", "compile", "deterministic", "tf32", "check_steps"),
-        *("check_every", "hang_timeout"),
-    ),
+    "data": "data",
+    "optimisation": "epochs",
+    "saving": "output_dir",
+    "records": "log_every",
+    "machine": "pipeline_stages",
 }
 OF_THE_LAUNCHER = [
     "--config_file",
@@ -73,11 +64,13 @@ class _Parser(argparse.ArgumentParser):
             prog=f"{script_name()}.py", allow_abbrev=False, add_help=False, argument_default=argparse.SUPPRESS
         )
         self.add_argument("-h", "--help", action="store_true", help="show this help and exit")
-        groups = {title: self.add_argument_group(title) for title in ("this recipe", *GROUPS)}
-        group_of = {name: groups[title] for title, names in GROUPS.items() for name in names}
-        for field in dataclasses.fields(config_class):
+        own = group = self.add_argument_group("this recipe")
+        titles = {name: title for title, name in GROUPS.items()}
+        for field in dataclasses.fields(config_class):  # those of RunConfig come first
+            group = self.add_argument_group(titles[field.name]) if field.name in titles else group
+            group = group if field.name in RunConfig.__dataclass_fields__ else own
             hint, metadata = declaration(config_class, field.name)
-            help, group = metadata.get("help", ""), group_of.get(field.name, groups["this recipe"])
+            help = metadata.get("help", "")
             if field.default not in (None, "") and hint is not bool:
                 help += f" (default: {field.default})"
             elif hint is bool:

@@ -47,22 +47,14 @@ class RunConfig:
         "with several sources in --data: end an epoch when the first one is used up, or repeat smaller ones until all "
         "are used up",
     )
-    output_dir: Path = flag(None, "folder for records, checkpoints and model/ (default: outputs/<recipe>)")
+    num_workers: int = flag(
+        0, "data-loading processes per training process, for datasets that decode", minimum=0, below=1025
+    )
     epochs: int = flag(1, "passes over the training data", minimum=1)
     max_steps: int | None = flag(None, "optimizer steps; overrides --epochs", minimum=1)
     batch_size: int = flag(64, "samples per optimizer step, over all processes and accumulation", minimum=1)
     micro_batch_size: int | None = flag(
         None, "samples per forward pass per process; lower it to save memory (more accumulation)", minimum=1
-    )
-    pipeline_stages: int = flag(
-        1, "pipeline stages: processes that each hold some of the layers; several pipelines divide the batch", minimum=1
-    )
-    pipeline_schedule: Literal["1f1b", "interleaved", "zbv"] = flag(
-        "1f1b",
-        "order of the passes in a pipeline; with interleaved and zbv each process holds two stages and waits less",
-    )
-    expert_parallel: int = flag(
-        1, "number of processes that share the experts of each layer; each holds some of them", minimum=1
     )
     learning_rate: float = flag(1e-3, "peak learning rate", above=0)
     warmup_steps: int = flag(0, "number of optimizer steps in which the learning rate rises to its peak", minimum=0)
@@ -73,13 +65,16 @@ class RunConfig:
     weight_decay: float = flag(0.0, "weight decay of matrices and kernels; not of biases, norms, embeddings", minimum=0)
     max_grad_norm: float = flag(1.0, "clip gradients to this global L2 norm; 0: do not clip", minimum=0)
     seed: int = flag(0, "seed of the initial weights, the sample order and all random numbers", minimum=0)
-    num_workers: int = flag(
-        0, "data-loading processes per training process, for datasets that decode", minimum=0, below=1025
+    early_stopping_patience: int | None = flag(
+        None, "end the run after this many evaluations in a row without a new best value", minimum=1
     )
-    log_every: int = flag(10, "optimizer steps between training records", minimum=1)
-    eval_every: int | None = flag(
-        None, "optimizer steps between evaluations (default: once an epoch); the last step always evaluates", minimum=1
+    ema_decay: float = flag(
+        0.0,
+        "evaluate and export a moving average of the weights with this decay, such as 0.999; 0: no average",
+        minimum=0,
+        below=1,
     )
+    output_dir: Path = flag(None, "folder for records, checkpoints and model/ (default: outputs/<recipe>)")
     save_every: int = flag(0, "optimizer steps between checkpoints; 0: no checkpoints", minimum=0)
     keep_checkpoints: int = flag(2, "how many of the newest checkpoints to keep", minimum=1)
     async_save: bool = flag(
@@ -94,8 +89,29 @@ class RunConfig:
         "export the weights with the best value of this evaluation metric to <output_dir>/best/, the last weights "
         "to model/; lower is better for loss, perplexity and error",
     )
-    early_stopping_patience: int | None = flag(
-        None, "end the run after this many evaluations in a row without a new best value", minimum=1
+    export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(
+        "auto", "type of the exported weights; auto: that of the files of a pretrained model, else as in training"
+    )
+    log_every: int = flag(10, "optimizer steps between training records", minimum=1)
+    eval_every: int | None = flag(
+        None, "optimizer steps between evaluations (default: once an epoch); the last step always evaluates", minimum=1
+    )
+    save_predictions: bool = flag(
+        False, "write what forward_step returns for each evaluation sample to <output_dir>/predictions.jsonl"
+    )
+    evaluate_only: bool = flag(False, "train nothing: evaluate the model that an earlier run exported to output_dir")
+    report_to: str = flag(
+        "", "trackers, separated by commas: tensorboard, trackio, wandb, ... (all that Accelerate supports)"
+    )
+    pipeline_stages: int = flag(
+        1, "pipeline stages: processes that each hold some of the layers; several pipelines divide the batch", minimum=1
+    )
+    pipeline_schedule: Literal["1f1b", "interleaved", "zbv"] = flag(
+        "1f1b",
+        "order of the passes in a pipeline; with interleaved and zbv each process holds two stages and waits less",
+    )
+    expert_parallel: int = flag(
+        1, "number of processes that share the experts of each layer; each holds some of them", minimum=1
     )
     check_steps: int = flag(
         2,
@@ -110,22 +126,6 @@ class RunConfig:
         minimum=0,
     )
     hang_timeout: float = flag(1800.0, "end the run after this many seconds without a step; 0: never", minimum=0)
-    save_predictions: bool = flag(
-        False, "write what forward_step returns for each evaluation sample to <output_dir>/predictions.jsonl"
-    )
-    evaluate_only: bool = flag(False, "train nothing: evaluate the model that an earlier run exported to output_dir")
-    report_to: str = flag(
-        "", "trackers, separated by commas: tensorboard, trackio, wandb, ... (all that Accelerate supports)"
-    )
-    ema_decay: float = flag(
-        0.0,
-        "evaluate and export a moving average of the weights with this decay, such as 0.999; 0: no average",
-        minimum=0,
-        below=1,
-    )
-    export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(
-        "auto", "type of the exported weights; auto: that of the files of a pretrained model, else as in training"
-    )
     compile: bool = flag(False, "compile the model with torch.compile: slower start, faster steps")
     deterministic: bool = flag(False, "use only deterministic kernels: slower, the same bits in each run on a GPU")
     tf32: bool = flag(False, "let GPUs round the inputs of float32 matrix products to 10 bits: faster, less exact")

@@ -61,17 +61,13 @@ def generator_states(device: torch.device) -> list[Any]:
 @contextmanager
 def restore_generators(device: torch.device) -> Iterator[None]:
     """Gives the generators the states from before the `with` block after it."""
-    python, arrays, cpu = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-    module = torch.get_device_module(device) if device.type != "cpu" else None
-    on_device = None if module is None else module.get_rng_state(device)
+    python, arrays, devices = random.getstate(), numpy.random.get_state(), [device] if device.type != "cpu" else []
     try:
-        yield
+        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+            yield
     finally:
         random.setstate(python)
         numpy.random.set_state(arrays)
-        torch.set_rng_state(cpu)
-        if module is not None:
-            module.set_rng_state(on_device, device)
 
 
 def _seed(seed: int, position: int, index: int, device: torch.device) -> None:

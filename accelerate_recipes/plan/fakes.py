@@ -1,7 +1,7 @@
 """Stand-ins for processes and memory: a process group of N in one process, and tensors without data."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -24,14 +24,6 @@ def weights_on_meta(size: Path) -> Iterator[None]:
     are still on disk. A file always has the number of bytes that they would take."""
     from accelerate_recipes.common.weights.on_disk import LazyParameter
 
-    class Weightless(LazyParameter):
-        origin: Any = (None, "")
-
-        @classmethod
-        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            with torch._C.DisableTorchFunctionSubclass():
-                return function(*args, **kwargs or {})
-
     register = nn.Module.register_parameter
     moved: Any = WeakIdKeyDictionary()  # so that a weight that two modules share stays one
     num_bytes = 0
@@ -40,7 +32,7 @@ def weights_on_meta(size: Path) -> Iterator[None]:
         nonlocal num_bytes
         if weight is not None and not weight.is_meta:
             if weight not in moved:
-                moved[weight] = Weightless(weight.detach().to("meta"), weight.requires_grad)
+                moved[weight] = LazyParameter(weight.detach().to("meta"), weight.requires_grad)
                 num_bytes += weight.nbytes
                 size.write_text(str(num_bytes))
             weight = moved[weight]
@@ -64,13 +56,7 @@ def processes(number: int, rank: int) -> Iterator[None]:
         if not dist.is_initialized():
             join("fake", store=FakeStore(), rank=rank, world_size=number)
 
-    def with_ranks(function: Callable[..., Any]) -> Any:
-        def called(*arguments: Any, **keywords: Any) -> Any:
-            with _disable_current_modes():  # a mesh looks at its ranks
-                return function(*arguments, **keywords)
-
-        return called
-
+    with_ranks: Any = _disable_current_modes()  # a decorator: a mesh looks at its ranks
     make_mesh = with_ranks(device_mesh.init_device_mesh)
     with ExitStack() as stack:
         for owner, name, value in (

@@ -73,12 +73,6 @@ def differences(identity: dict[str, Any], there: dict[str, Any]) -> list[tuple[s
     ]
 
 
-def other_evaluation(identity: dict[str, Any], there: dict[str, Any]) -> bool:
-    """Whether samples of an evaluation set differ from those of a checkpoint."""
-    theirs = there.get("eval_samples", {})
-    return any(other_sample(ours, theirs.get(name, {})) for name, ours in identity["eval_samples"].items())
-
-
 def own_flags(plan: Plan) -> dict[str, str]:
     """{flag: value} of the flags that the recipe adds to the shared ones."""
     shared = {field.name for field in fields(RunConfig)}

@@ -22,7 +22,7 @@ from ..step.setup import Setup
 from ..weights.on_disk import leave_on_disk
 from ..weights.shards import checkpoint_tensors
 from .format import MANIFEST, DamagedError, check_same_model
-from .identity import curve, describe, differences, other_evaluation, other_flags, other_sample
+from .identity import curve, describe, differences, other_flags, other_sample
 from .reader import Reader
 
 Opened = TypeVar("Opened")
@@ -114,7 +114,9 @@ def find_checkpoint(setup: Setup, identity: dict[str, Any], group: CpuGroup) -> 
         if re.fullmatch(r"step_\d{8,}", path.name) and path.name != at:
             raise DamagedError(f"{MANIFEST} is that of {at}")
         _check_same_run(path, reader.content, plan, identity)
-        return Checkpoint(path, reader, trained, other_evaluation(identity, reader.content["identity"]))
+        ours, theirs = (each.get("eval_samples", {}) for each in (identity, reader.content["identity"]))
+        other_evaluation = any(other_sample(ours[name], theirs[name]) for name in ours.keys() & theirs.keys())
+        return Checkpoint(path, reader, trained, other_evaluation)
 
     if wanted == "latest" and group.broadcast(starts_over(plan.config.output_dir)):
         if group.rank == 0:

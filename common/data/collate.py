@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import default_collate
 
 from ..errors import UsageError
@@ -110,12 +111,9 @@ class Padding:
         return batch
 
     def _pad(self, column: list[Tensor], value: float) -> Tensor:
-        longest = -(-max(len(tensor) for tensor in column) // self.multiple_of) * self.multiple_of
-        padded = column[0].new_full((len(column), longest, *column[0].shape[1:]), value)
-        for row, tensor in zip(padded, column):
-            start = longest - len(tensor) if self.side == "left" else 0
-            row[start : start + len(tensor)] = tensor
-        return padded
+        longest = -(-max(map(len, column)) // self.multiple_of) * self.multiple_of
+        full = column[0].new_empty((longest, *column[0].shape[1:]))  # up to which the others are padded
+        return pad_sequence([*column, full], True, value, self.side)[:-1]
 
 
 pad_to_longest = Padding

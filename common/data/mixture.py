@@ -1,13 +1,12 @@
 """Several sources of data in one set, each with a weight."""
 
-import itertools
 from bisect import bisect_right
 from collections.abc import Mapping
 from functools import wraps
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset
 
 from ..errors import UsageError
 from ..plan import Sampler
@@ -18,7 +17,7 @@ SHARE = "share"  # of a source in the samples, or in their weights
 OF = "@"  # between the names of a metric and a source
 
 
-class Mixture(Dataset):
+class Mixture(ConcatDataset):
     """The samples of several sources. As a training set of `fit`, an epoch has of each source its share.
 
     The samples of a step are a function of the seed and the step, as for any training set. Each epoch draws other
@@ -35,9 +34,9 @@ class Mixture(Dataset):
     def __init__(
         self, sources: Mapping[str, MapDataset], weights: Mapping[str, float] | None = None, repeats: bool = False
     ):
+        super().__init__(sources.values())  # type: ignore[arg-type]  # of any class
         self.names, self.sources = list(sources), list(sources.values())
         self.sizes = [len(source) for source in self.sources]
-        self.ends = list(itertools.accumulate(self.sizes))
         for name, size in zip(self.names, self.sizes):
             if size == 0:
                 raise UsageError(f"{name} is empty", "remove it from the mixture")
@@ -55,18 +54,13 @@ class Mixture(Dataset):
                     "use a larger weight for it, or --mixture_ends all",
                 )
 
-    def __len__(self) -> int:
-        return self.ends[-1]
-
     def __getitem__(self, index: int) -> Any:
-        source = bisect_right(self.ends, index)
-        sample = self.sources[source][index - self.ends[source] + self.sizes[source]]
-        return sample | {SOURCE: source}
+        return super().__getitem__(index) | {SOURCE: bisect_right(self.cumulative_sizes, index)}
 
     def sampler(self, epoch: int, generator: torch.Generator) -> torch.Tensor:
         """The ids of an epoch, as a `sampler` of `fit`."""
         parts = []
-        for end, size, count in zip(self.ends, self.sizes, self.counts):
+        for end, size, count in zip(self.cumulative_sizes, self.sizes, self.counts):
             passes = [torch.randperm(size, generator=generator) for _ in range(-(-count // size))]
             parts.append(torch.cat(passes)[:count] + end - size)
         ids = torch.cat(parts)

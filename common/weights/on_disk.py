@@ -52,12 +52,12 @@ class LazyParameter(nn.Parameter):
         origin: where it is read from.
     """
 
-    origin: Origin
+    origin: Any = None, ""  # of a plan, whose weights have no values
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for weight in tree_leaves((args, kwargs)) if function not in FACTS else ():
-            if isinstance(weight, LazyParameter):
+            if isinstance(weight, LazyParameter) and weight.origin[0] is not None:
                 _swap(weight, _read(weight, weight.origin, "cpu"))
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs or {})

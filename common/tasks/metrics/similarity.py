@@ -135,13 +135,9 @@ def correlations(examples: Examples) -> Metrics:
 
 def correlations_of(predicted: Tensor, target: Tensor) -> Metrics:
     """Pearson's and Spearman's correlation of numbers of about 1. Predictions that differ by rounding share a rank."""
+    from scipy.stats import rankdata  # type: ignore[import-untyped]  # a dependency of scikit-learn
+
     values = predicted.double(), target.double()
-    ranks = _ranks((values[0] / ROUNDING).round()), _ranks(values[1])
+    ranks = [torch.from_numpy(rankdata(each)) for each in ((values[0] / ROUNDING).round(), values[1])]
     measured = {"pearson": values, "spearman": ranks}
-    return {name: float(torch.stack(both).corrcoef()[0, 1]) for name, both in measured.items()}
-
-
-def _ranks(values: Tensor) -> Tensor:
-    """The place of each in their order; equal ones share the mean of theirs."""
-    _, numbers, counts = values.unique(return_inverse=True, return_counts=True)
-    return (counts.cumsum(0) - (counts - 1) / 2)[numbers]
+    return {name: float(torch.stack([*both]).corrcoef()[0, 1]) for name, both in measured.items()}

@@ -1,6 +1,5 @@
 """Text as blocks of tokens: embedded, in files, or on the Hub."""
 
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -217,13 +216,10 @@ def _batches(pieces: Iterator[str]) -> Iterator[list[str]]:
 
 
 def map_tokens(file: Path) -> Tensor:
-    """The tokens in a file, whose name ends with their type. To write to them is an error of the system."""
-    kind = numpy.dtype(file.suffix[1:])
-    if file.stat().st_size == 0:
-        return torch.from_numpy(numpy.empty(0, kind))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch has no tensors that cannot be written
-        return torch.from_numpy(numpy.memmap(file, kind, "r"))
+    """The tokens in a file, whose name ends with their type. What is written to them stays in memory."""
+    kind: torch.dtype = getattr(torch, file.suffix[1:])
+    size = file.stat().st_size // kind.itemsize
+    return torch.from_file(str(file), size=size, dtype=kind) if size else torch.empty(0, dtype=kind)
 
 
 def _encode(texts: list[str], tokenizer: Any) -> Tensor:

@@ -53,47 +53,49 @@ def packing_of(place: Place) -> str:
     return next((ending for ending in PACKED if str(place).lower().endswith(ending)), "")
 
 
-def open_bytes(place: Place) -> io.BufferedReader:
-    """The bytes of a file, unpacked if its name says that it is packed. Raises OSError."""
-    if isinstance(place, Path):
-        raw: Any = place.open("rb")
-    else:
-        import fsspec  # type: ignore[import-untyped]  # a dependency of `datasets`
-
-        raw = fsspec.open(place, "rb").open()
+@contextmanager
+def open_bytes(place: Place) -> Iterator[io.BufferedReader]:
+    """The bytes of a file, unpacked if its name says that it is packed. Raises UsageError, also from the body of
+    `with`, if the file cannot be read."""
     packing = packing_of(place)
-    if packing == ".zst":
-        import pyarrow  # type: ignore[import-untyped]  # a dependency of `datasets`; Python 3.14 has a module
+    try:
+        if isinstance(place, Path):
+            check_is_pulled(place)
+            raw: Any = place.open("rb")
+        else:
+            import fsspec  # type: ignore[import-untyped]  # a dependency of `datasets`
 
-        raw = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), "zstd")
-    elif packing:
-        raw = {".gz": gzip, ".bz2": bz2, ".xz": lzma}[packing].open(raw)
-    return raw if isinstance(raw, io.BufferedReader) else io.BufferedReader(raw)
+            raw = fsspec.open(place, "rb").open()
+        if packing == ".zst":
+            import pyarrow  # type: ignore[import-untyped]  # a dependency of `datasets`; Python 3.14 has a module
+
+            raw = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), "zstd")
+        elif packing:
+            raw = {".gz": gzip, ".bz2": bz2, ".xz": lzma}[packing].open(raw)
+        with raw if isinstance(raw, io.BufferedReader) else io.BufferedReader(raw) as file:
+            yield file
+    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+        raise UsageError(f"{place} is damaged ({first_line(error)}): copy or download it again") from None
+    except OSError as error:
+        raise UsageError(f"{place} cannot be read: {error.strerror or first_line(error)}") from None
 
 
 @contextmanager
 def open_text(place: Place, newline: str | None, says_encoding: bool = True) -> Iterator[io.TextIOWrapper]:
     """The text of a file in UTF-8, or in UTF-16 or UTF-32 if it begins with their mark, which a line says. `newline` is
     as in `open`. Raises UsageError, also from the body of `with`, if the file cannot be read or is no text."""
-    if isinstance(place, Path):
-        check_is_pulled(place)
-    try:
-        with open_bytes(place) as file:
-            start = file.peek(4)[:4]
-            encoding = next((name for mark, name in MARKS.items() if start.startswith(mark)), "utf-8-sig")
-            if encoding != "utf-8-sig" and says_encoding:
-                say(f"{place} is read as {encoding.upper()}, as its first bytes say")
-            with io.TextIOWrapper(file, encoding=encoding, newline=newline) as text:
-                try:
-                    yield text
-                except UnicodeDecodeError as error:
-                    byte = file.tell() - len(error.object) + error.start
-                    name = encoding.upper().removesuffix("-SIG")
-                    raise UsageError(
-                        f"{place} is not text in {name} ({error.reason} at byte {byte}): convert it, for example with "
-                        "iconv -f LATIN1 -t UTF-8"
-                    ) from None
-    except (EOFError, zlib.error, lzma.LZMAError) as error:
-        raise UsageError(f"{place} is damaged ({first_line(error)}): copy or download it again") from None
-    except OSError as error:
-        raise UsageError(f"{place} cannot be read: {error.strerror or first_line(error)}") from None
+    with open_bytes(place) as file:
+        start = file.peek(4)[:4]
+        encoding = next((name for mark, name in MARKS.items() if start.startswith(mark)), "utf-8-sig")
+        if encoding != "utf-8-sig" and says_encoding:
+            say(f"{place} is read as {encoding.upper()}, as its first bytes say")
+        with io.TextIOWrapper(file, encoding=encoding, newline=newline) as text:
+            try:
+                yield text
+            except UnicodeDecodeError as error:
+                byte = file.tell() - len(error.object) + error.start
+                name = encoding.upper().removesuffix("-SIG")
+                raise UsageError(
+                    f"{place} is not text in {name} ({error.reason} at byte {byte}): convert it, for example with "
+                    "iconv -f LATIN1 -t UTF-8"
+                ) from None

@@ -3,7 +3,6 @@
 import gzip
 import json
 import math
-import zlib
 from collections.abc import Container, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -18,7 +17,7 @@ from PIL import ImageOps
 from ...data.sets import Batch, InMemoryDataset
 from ...environment import Environment
 from ...errors import UsageError
-from ...files import check_is_pulled, read_file
+from ...files import read_file
 from ..reading.image_decoding import Opener
 from ..reading.labelled_images import load_image_splits
 from ..reading.sources import check_not_streamed, hold_out, sklearn_file
@@ -123,14 +122,8 @@ def _read_idx(place: Path, name: str, num_dimensions: int) -> torch.Tensor:
     path = next((path for path in (whole, Path(f"{whole}.gz")) if path.exists()), None)
     if path is None:
         raise UsageError(f"{whole}: no such file, and no {whole.name}.gz; expected all four MNIST IDX files")
-    check_is_pulled(path)
-    try:
-        with open_bytes(path) as file:
-            content = file.read()
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UsageError(f"{path} is truncated or damaged ({error}): download it again") from None
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from None
+    with open_bytes(path) as file:
+        content = file.read()
     header_size = 4 + 4 * num_dimensions
     if len(content) < header_size or content[:4] != bytes([0, 0, 8, num_dimensions]):
         raise UsageError(f"{path} is not an IDX file of bytes with {num_dimensions} dimensions: download it again")
