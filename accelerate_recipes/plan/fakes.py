@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -47,6 +48,7 @@ def processes(number: int, rank: int) -> Iterator[None]:
     """Any process group in the `with` block has `number` processes, of which this is `rank`; nothing is sent. Models
     stay where they are."""
     from torch.distributed import device_mesh
+    from torch.distributed import _meta_registrations
     from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -66,6 +68,7 @@ def processes(number: int, rank: int) -> Iterator[None]:
             (_fsdp_init, "init_device_mesh", make_mesh),
             (device_mesh.DeviceMesh, "__init__", with_ranks(device_mesh.DeviceMesh.__init__)),
             (_fsdp_param, "_chunk_with_empty", _Chunks),
+            (_meta_registrations, "generate_unique_id", count(1).__next__),  # torch's draws a random number
             (nn.parallel, "DistributedDataParallel", Replica),
             (nn.Module, "to", lambda module, *_, **__: module),
             (Tensor, "pin_memory", lambda tensor, *_, **__: tensor),
@@ -101,9 +104,9 @@ class _Chunks:
 class Replica(DistributedDataParallel):
     """Holds and sends what DDP does. DDP's own code, in C++, reads addresses, which fake tensors do not have."""
 
-    def __init__(self, module: nn.Module, *_: Any, **__: Any):
+    def __init__(self, module: nn.Module, *_: Any, find_unused_parameters: bool = False, **__: Any):
         nn.Module.__init__(self)
-        self.module, self.sends = module, True
+        self.module, self.sends, self.find_unused_parameters = module, True, find_unused_parameters
         self._buckets: list[list[nn.Parameter]] = []
         size = BUCKET
         for weight in reversed(list(module.parameters())):  # about the order in which gradients are ready

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy
 import torch
 from torch import distributed as dist
 from torch import nn
@@ -68,7 +69,7 @@ class Grid:
         from torch.distributed.device_mesh import DeviceMesh
 
         layout = self.layout
-        ranks = torch.arange(layout.num_processes).view(-1, layout.pp, layout.sp * layout.tp).movedim(1, 0)
+        ranks = numpy.arange(layout.num_processes).reshape(-1, layout.pp, layout.sp * layout.tp).swapaxes(0, 1)
         grid = ranks.reshape(layout.pp, -1, layout.ep)
         mesh = self._patient(DeviceMesh(self.device.type, grid, mesh_dim_names=("pp", "replicas", "experts")))
         return mesh["replicas", "experts"]

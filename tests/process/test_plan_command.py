@@ -43,6 +43,17 @@ def test_a_plan_says_what_processes_hold_and_send(config: str, num_processes: in
         assert of_gloo(plan) == pytest.approx(measured["sent"], rel=0.03)
 
 
+def test_each_kind_of_config_has_a_plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [word for config in ("ddp", "fsdp2_tensor_pipeline", "deepspeed_zero3") for word in ("--config", config)]
+    small = ["--", "--num_layers", "2", "--hidden_size", "32", "--context", "16"]
+    experts = ["--config", "fsdp2_expert_parallel", "--json", *small, "--num_experts", "4", "--expert_parallel", "2"]
+    layouts = []
+    for asked in ([*flags, "--json", *small], experts):
+        assert tool(monkeypatch, "plan", "transformer", *asked) == 0
+        layouts += [plan.get("layout", plan) for plan in json.loads(capsys.readouterr().out)["plans"]]
+    assert layouts == ["DDP", "FSDP2 2 × TP 2 × pipeline of 2 stages", "DeepSpeed ZeRO-3", "FSDP2 × EP 2"]
+
+
 def test_a_thousand_processes_and_more(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--config", "fsdp2", "--num_processes", "1024", "--num_machines", "128", "--scaling", "--json"]
     flags += ["--", "--size", "10m", "--context", "16", "--batch_size", "2048"]
