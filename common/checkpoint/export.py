@@ -191,9 +191,8 @@ def _name_files(folder: Path, files: list[list[str]], size: int) -> None:
         (folder / str(number)).rename(folder / path)
     if total > 1:
         placed = {name: path for names, path in zip(files, paths) for name in names}
-        (folder / INDEX).write_text(
-            json.dumps({"metadata": {"total_size": size}, "weight_map": placed}, indent=2), encoding="utf-8"
-        )
+        text = json.dumps({"metadata": {"total_size": size}, "weight_map": placed}, indent=2)
+        (folder / INDEX).write_text(text, encoding="utf-8")
 
 
 def _digest(weights: Mapping[str, Tensor]) -> int:

@@ -135,14 +135,8 @@ class ChatDataset(Dataset):
                 chats.append((torch.zeros(missing, dtype=torch.int64), torch.full((missing,), IGNORED)))
             positions = {"positions": torch.cat([torch.arange(len(tokens)) for tokens, _ in chats])}
         tokens, labels = map(torch.cat, zip(*chats))
-        weight = float((labels != IGNORED).sum())
-        return {
-            "tokens": tokens,
-            "labels": labels,
-            **positions,
-            "places": find_trained_places(labels),
-            "weight": weight,
-        }
+        trained = {"places": find_trained_places(labels), "weight": float((labels != IGNORED).sum())}
+        return {"tokens": tokens, "labels": labels} | positions | trained
 
 
 def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
