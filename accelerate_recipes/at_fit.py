@@ -56,14 +56,8 @@ def at_fit(
         start = f"import sys; sys.path.append({str(Path(__file__).parents[1])!r}); from {__name__} import main; main()"
         command = [sys.executable, "-P", "-c", start, function, "meta" * on_meta, str(result)]
         command += [str(script), *flags, "--output_dir", str(Path(folder) / "run")]
-        on_the_cpu = {"CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
-        run = subprocess.run(
-            command,
-            env=os.environ | on_the_cpu | (variables or {}),
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-        )
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"} | (variables or {})
+        run = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", errors="replace")
         if not result.exists():
             lines = (run.stderr.strip() or run.stdout.strip() or "it printed nothing").splitlines()
             why = f"{script} does not reach its call of fit: {lines[-1]}"

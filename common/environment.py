@@ -93,8 +93,7 @@ class Environment:
         return self.settings.get(key.upper(), "false").lower() in ("true", "1", "yes")
 
     def mesh_size(self, name: str) -> int:
-        """A size of the config file's parallelism_config: "dp_replicate", "dp_shard", "tp", "cp" or "sp". Raises
-        UsageError unless it is a whole number above 0."""
+        """A size of parallelism_config, such as "tp". Raises UsageError unless it is a whole number above 0."""
         if not self.uses("parallelism_config"):
             return 1
         key = f"parallelism_config_{name}_size"

@@ -77,12 +77,15 @@ class HangError(RunError):
     """No step for `--hang_timeout` seconds."""
 
 
+@dataclass(eq=False, repr=False)
 class WorkerError(Exception):
     """An error of the recipe's own code in a worker of a loader. The message is its line, without "error: "."""
 
-    def __init__(self, line: str, trace: str):
-        super().__init__(line)
-        self.trace = trace  # the traceback, as text
+    line: str
+    trace: str  # the traceback, as text
+
+    def __str__(self) -> str:
+        return self.line
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:

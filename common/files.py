@@ -6,7 +6,8 @@ import math
 import os
 import shutil
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,14 @@ def give_usual_mode(path: Path) -> None:
     path.chmod(0o666 & ~mask)
 
 
-def replace_folder(aside: Path, folder: Path) -> None:
-    """Gives a finished folder the name of another one. If the file system can exchange names, one of them has the
-    name at every moment. Raises OSError."""
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """An empty folder to write into in the `with` block, which then gets the name of `folder`. If the file system can
+    exchange names, one of the two has the name at every moment. Raises OSError."""
+    aside = folder.with_name(f"{folder.name}.unfinished")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    yield aside
     for path in (*sorted(aside.rglob("*"), reverse=True), aside):
         flush(path)
     if folder.exists() and not _exchange(aside, folder):

@@ -79,8 +79,7 @@ def _call(afterwards: Callable[[], Any]) -> None:
 
 
 def _after_restart(config: ConfigT) -> ConfigT:
-    """The config; after a restart by the launcher (`--max_restarts`), with the flags to resume from the newest
-    checkpoint instead of those on the command line."""
+    """The config; after a restart by the launcher (`--max_restarts`), one that resumes from the newest checkpoint."""
     environment = Environment.read()
     if environment.num_restarts == 0:
         return config

@@ -142,8 +142,7 @@ class Replica(DistributedDataParallel):
 
 
 def make_fake(model: nn.Module, optimizer: torch.optim.Optimizer | None, dtype: torch.dtype | None) -> None:
-    """Gives model and optimizer weights and buffers without data; a FakeTensorMode is active. `dtype`: of
-    floating-point weights; None keeps their own."""
+    """Gives model and optimizer weights without data, in a FakeTensorMode; floating-point ones of `dtype`, if given."""
     made: dict[int, Any] = {}
     owners: list[Any] = []  # the id of a tensor that has ended may be given again
 

@@ -68,20 +68,12 @@ def show_fitting(near: Sequence[tuple[str, Estimate]], name: str) -> None:
 
 def show_several(plans: Sequence[Estimate | NoPlan]) -> None:
     """Prints a row for each plan, and a line for each config without one."""
-    print_table(
-        ("config", "layout", "peak", "fits", "step", "waits", "samples/s", "MFU", "time", "GPU hours"),
-        [
-            (
-                plan.config,
-                plan.run.layout,
-                in_bytes(plan.step.peak),
-                "yes" if plan.fits else "no",
-                *_speed(plan.speed, f"{plan.speed.mfu:.1%}"),
-            )
-            for plan in plans
-            if isinstance(plan, Estimate)
-        ],
-    )
+    rows = []
+    for plan in plans:
+        if isinstance(plan, Estimate):
+            cells = plan.config, plan.run.layout, in_bytes(plan.step.peak), "yes" if plan.fits else "no"
+            rows.append((*cells, *_speed(plan.speed, f"{plan.speed.mfu:.1%}")))
+    print_table(("config", "layout", "peak", "fits", "step", "waits", "samples/s", "MFU", "time", "GPU hours"), rows)
     for plan in plans:
         if isinstance(plan, NoPlan):
             print(f"{plan.config}: {why_not(plan)}")

@@ -68,10 +68,9 @@ def _plot(runs: Sequence[Run], metric: str, index: int) -> dict[str, Any]:
     rows = []
     for run in runs:
         if curve := run.curve(metric):
-            points = [last(curve), best(metric, curve)]
-            rows.append(
-                [run.name, *("–" if point is None else f"{number(point[1])} ({point[0]:,})" for point in points)]
-            )
+            points = last(curve), best(metric, curve)
+            cells = ["–" if point is None else f"{number(point[1])} ({point[0]:,})" for point in points]
+            rows.append([run.name, *cells])
     headings = ["run", "last (step)", "best (step)"]
     if all(best(metric, run.curve(metric)) is None for run in runs):
         headings, rows = headings[:2], [row[:2] for row in rows]

@@ -50,19 +50,14 @@ class Row:
             return f"{'DIFFERS' if self.found_by_check else 'not supported'}: {self.refusal}"
         if self.failure is not None:
             return f"FAILED: {self.failure}"
-        if self.difference is None:
+        if (found := self.difference) is None:
             return self.note
-        if self.difference.is_same:
-            same = "same, to rounding errors" if self.difference.is_noise else "same"
-            return "bit for bit" if self.difference.is_exact else same
-        places = []
-        if self.difference.first_step is not None:
-            places.append(f"from step {self.difference.first_step}")
-        if self.difference.tensor is not None:
-            places.append(f"in {self.difference.tensor}")
-        return "DIFFERS " + ", ".join(
-            places or ["in the evaluation" if self.difference.evaluation else "in the gradient"]
-        )
+        if found.is_same:
+            same = "same, to rounding errors" if found.is_noise else "same"
+            return "bit for bit" if found.is_exact else same
+        places = [f"from step {found.first_step}"] * (found.first_step is not None)
+        places += [f"in {found.tensor}"] * (found.tensor is not None)
+        return f"DIFFERS {', '.join(places or ['in the evaluation' if found.evaluation else 'in the gradient'])}"
 
     @property
     def cells(self) -> list[str]:
@@ -123,11 +118,9 @@ class Certificate:
             "reference": reference,
         }
         self.folder.mkdir(parents=True, exist_ok=True)
-        for name, text in {
-            "certificate.json": json.dumps(content, indent=2, ensure_ascii=False) + "\n",
-            "certificate.md": _markdown(content, self.rows),
-        }.items():
-            (self.folder / name).write_text(text, encoding="utf-8")
+        text = json.dumps(content, indent=2, ensure_ascii=False)
+        (self.folder / "certificate.json").write_text(f"{text}\n", encoding="utf-8")
+        (self.folder / "certificate.md").write_text(_markdown(content, self.rows), encoding="utf-8")
         if self.as_json:
             print_json(content)
             return int(num_bad > 0)

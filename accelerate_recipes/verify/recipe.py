@@ -98,8 +98,7 @@ class _Verification:
         self.gap = None
 
     def _with_one_micro_batch_size(self, single: Launch, configs: list[Path]) -> Launch:
-        """Makes the reference again, with a `--micro_batch_size` that all configs can take: the model draws random
-        numbers, which depend on it."""
+        """Makes the reference again, with a `--micro_batch_size` that all configs take: random numbers depend on it."""
         most = math.lcm(*(mapping_in(config)["num_processes"] for config in configs))
         micro = max(1, self.reference.card["config"]["batch_size"] // most)
         self.flags = [*self.flags, "--micro_batch_size", str(micro)]

@@ -72,9 +72,8 @@ def verify_watched(script: Path, flags: list[str], steps: int, folder: Path, as_
                     cause = cause_of_other_repetition(again, single)
                 elif not difference.is_same:
                     cause = likely_cause_of_script(ddp, single, difference)
-            certificate.add(
-                Row(f"ddp ({ddp.facts['distributed_type']})", ddp.facts["processes"], difference=difference)
-            )
+            name = f"ddp ({ddp.facts['distributed_type']})"
+            certificate.add(Row(name, ddp.facts["processes"], difference=difference))
     certificate.steps = max(step for step, _ in single.values)
     return certificate.write(cause)
 
@@ -98,8 +97,7 @@ def watch(script: Path, flags: list[str], steps: int, config: str, folder: Path,
     folder.mkdir()
     command = [*LAUNCH, "--config_file", str(find_config(config)), str(WATCHED), str(folder), str(steps), how]
     # Without a GPU, Accelerate would run each process of the config alone.
-    rehearsal = {} if count_gpus() else {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
-    environment = os.environ | rehearsal
+    environment = os.environ | ({} if count_gpus() else {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""})
     command += [str(script), *flags]
     run = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", errors="replace")
     processes = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("process_*.json"))]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..cpu_group import CpuGroup
 from ..errors import RunError, UsageError
 from ..failure import line_of
-from ..files import give_usual_mode, replace_folder
+from ..files import give_usual_mode, replacing
 from ..records.run_card import read_card
 from ..step.engine import Engine
 from ..step.setup import Setup
@@ -95,14 +95,11 @@ def _missing(folder: Path, aside: Path) -> str:
 def rewrite(folder: Path) -> Iterator[Path]:
     """An empty folder to write into, which then gets the name of `folder` at once. Raises RunError if a file cannot be
     written."""
-    aside = folder.with_name(f"{folder.name}.unfinished")
     try:
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
-        yield aside
-        for path in aside.rglob("*.safetensors"):  # of PEFT, or what `export` of `fit` wrote
-            give_usual_mode(path)
-        replace_folder(aside, folder)
+        with replacing(folder) as aside:
+            yield aside
+            for path in aside.rglob("*.safetensors"):  # of PEFT, or what `export` of `fit` wrote
+                give_usual_mode(path)
     except (OSError, ValueError, SafetensorError) as error:
         raise RunError(f"{folder} cannot be written ({getattr(error, 'strerror', None) or error})") from None
 
@@ -194,9 +191,8 @@ def _name_files(folder: Path, files: list[list[str]], size: int) -> None:
         (folder / str(number)).rename(folder / path)
     if total > 1:
         placed = {name: path for names, path in zip(files, paths) for name in names}
-        (folder / INDEX).write_text(
-            json.dumps({"metadata": {"total_size": size}, "weight_map": placed}, indent=2), encoding="utf-8"
-        )
+        text = json.dumps({"metadata": {"total_size": size}, "weight_map": placed}, indent=2)
+        (folder / INDEX).write_text(text, encoding="utf-8")
 
 
 def _digest(weights: Mapping[str, Tensor]) -> int:

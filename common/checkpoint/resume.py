@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..cpu_group import CpuGroup
+from ..environment import print_once
 from ..errors import RunError, UsageError
 from ..package import version
 from ..plan import Plan
@@ -119,8 +120,7 @@ def find_checkpoint(setup: Setup, identity: dict[str, Any], group: CpuGroup) -> 
         return Checkpoint(path, reader, trained, other_evaluation)
 
     if wanted == "latest" and group.broadcast(starts_over(plan.config.output_dir)):
-        if group.rank == 0:
-            print(f"an interrupted run was replacing what is in {plan.config.output_dir}: starting afresh", flush=True)
+        print_once(f"an interrupted run was replacing what is in {plan.config.output_dir}: starting afresh")
         return Checkpoint()
     if wanted == "latest":
         try:
@@ -129,8 +129,8 @@ def find_checkpoint(setup: Setup, identity: dict[str, Any], group: CpuGroup) -> 
             raise UsageError(
                 f"no checkpoint in {plan.config.output_dir} is complete: use --overwrite_output_dir to start over"
             ) from None
-        if found is None and group.rank == 0:
-            print(f"no checkpoint in {plan.config.output_dir}: starting afresh", flush=True)
+        if found is None:
+            print_once(f"no checkpoint in {plan.config.output_dir}: starting afresh")
         return found or Checkpoint()
     try:
         return open_checked(Path(wanted), group)
@@ -165,8 +165,7 @@ def newest(output_dir: Path, opener: Callable[[Path, CpuGroup], Opened], group: 
             raise
         except (DamagedError, RunError) as error:
             unread = unread or (error if isinstance(error, RunError) else None)
-            if group.rank == 0:
-                print(f"{path} is not a complete checkpoint ({error}): taking the one before it", flush=True)
+            print_once(f"{path} is not a complete checkpoint ({error}): taking the one before it")
     if unread is not None:
         raise unread
     if paths:

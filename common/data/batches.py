@@ -1,12 +1,10 @@
 """Batches of a dataset on the device: fetched by this process or by workers."""
 
-import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from multiprocessing.queues import Queue
 from typing import Any, TypeGuard
 
@@ -120,7 +118,7 @@ class _Fetching(Dataset):
     def __init__(self, dataset: MapDataset, seed: int):
         self.dataset, self.seed = dataset, seed
 
-    def __getitem__(self, wanted: tuple[int, list[int]]) -> "Batch | _Failed":
+    def __getitem__(self, wanted: tuple[int, list[int]]) -> Batch | UsageError | WorkerError:
         epoch, ids = wanted
         try:
             return fetch(self.dataset, ids, self.seed, epoch)
@@ -128,18 +126,11 @@ class _Fetching(Dataset):
             return _failure_of(error)
 
 
-@dataclass(frozen=True)
-class _Failed:
+def _failure_of(error: Exception) -> UsageError | WorkerError:
     """Sent by a worker instead of a batch, because the loader would wrap the error in its own traceback."""
-
-    line: str
-    trace: str | None
-
-
-def _failure_of(error: Exception) -> _Failed:
     if (line := advice(error)) is not None or isinstance(error, UsageError):
-        return _Failed(line or str(error), None)
-    return _Failed(line_of(error), trace_of(error))
+        return UsageError(line or str(error))
+    return WorkerError(line_of(error), trace_of(error))
 
 
 def _start_worker(number: int) -> None:
@@ -165,8 +156,8 @@ def _from_workers(loader: DataLoader[Any]) -> Iterator[Batch]:
         signal.signal(signal.SIGCHLD, before)
     try:
         for batch in batches:
-            if isinstance(batch, _Failed):
-                raise UsageError(batch.line) if batch.trace is None else WorkerError(batch.line, batch.trace)
+            if isinstance(batch, UsageError | WorkerError):
+                raise type(batch)(*batch.args)  # not one that this frame holds: a cycle would keep the loader
             yield batch
     except (RuntimeError, OSError, EOFError):  # torch's own; or of a connection to the worker, which sends files
         if (code := _exit_code(batches._workers)) is None:
@@ -176,13 +167,9 @@ def _from_workers(loader: DataLoader[Any]) -> Iterator[Batch]:
 
 def _exit_code(workers: list[Any]) -> int | None:
     """The exit code of a worker that has failed or fails within a second, or None; negative for a signal."""
-    deadline = time.monotonic() + 1
-    while time.monotonic() < deadline:
-        for worker in workers:
-            if worker.exitcode:
-                return int(worker.exitcode)
-        time.sleep(0.05)
-    return None
+    if not any(worker.exitcode for worker in workers):
+        multiprocessing.connection.wait([worker.sentinel for worker in workers if worker.exitcode is None], 1)
+    return next((int(worker.exitcode) for worker in workers if worker.exitcode), None)
 
 
 def _move(batch: Batch, device: torch.device) -> Batch:

@@ -39,11 +39,8 @@ class MetricsFile:
             self._write_waiting()
         except OSError as error:
             if had_room:
-                print(
-                    f"{self.path} could not be written ({error.strerror}): records wait in memory until it can",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                line = f"{self.path} could not be written ({error.strerror}): records wait in memory until it can"
+                print(line, file=sys.stderr, flush=True)
 
     def flush(self) -> None:
         """Flushes the file to the disk, if it can be written."""

@@ -98,10 +98,9 @@ class OutputDir:
                 shutil.rmtree(folder / PREVIOUS, ignore_errors=True)
 
     def _unmark(self) -> None:
-        if starts_over(self.path):
-            with suppress(OSError):
-                (self.path / STARTS_OVER).unlink()
-                flush(self.path)
+        with suppress(OSError):
+            (self.path / STARTS_OVER).unlink()
+            flush(self.path)
 
     def is_done(self, state: TrainState) -> bool:
         """Whether a resumed run has nothing left to do; prints a line if so. The same in all processes."""

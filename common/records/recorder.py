@@ -74,15 +74,14 @@ class Recorder:
                 f"--warmup_steps {warmup} are more than the {num_steps} steps of this run: the learning rate stays "
                 "below its peak"
             )
-        terminal = self.accelerator.is_main_process and sys.stderr.isatty()
-        self._bar = tqdm(total=self.plan.num_steps, initial=self.state.step, unit="step") if terminal else None
+        hidden = not (self.accelerator.is_main_process and sys.stderr.isatty())  # the bar, which then does nothing
+        self._bar = tqdm(total=self.plan.num_steps, initial=self.state.step, unit="step", disable=hidden)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if error is None and self.unrecorded.num_taken:  # a loop that was copied, and left by break
             self.training()
-        if self._bar is not None:
-            self._bar.close()
+        self._bar.close()
         if not self.accelerator.is_main_process:
             return
         self._num_lost = self._metrics.close()
@@ -111,8 +110,7 @@ class Recorder:
         self._learning_rate, self._grad_norm = learning_rate, None if result.skipped else result.grad_norm
         self.state.num_skipped += result.skipped
         self.unrecorded.add(result)
-        if self._bar is not None:
-            self._bar.update()
+        self._bar.update()
 
     def training(self) -> None:
         """Writes a training record of the steps since the last one."""
@@ -191,11 +189,11 @@ class Recorder:
             shown = [f"{name} {_short(value)}" for name, value in own.items() if name in names]
             shown += [f"learning_rate {_short(record['learning_rate'])}"]
             shown += [f"{_short(record[f'{unit}_per_second'])} {unit}/s", f"{tqdm.format_interval(seconds_left)} left"]
-        if self._bar is not None and seconds_left is not None:
+        if not self._bar.disable and seconds_left is not None:
             self._bar.set_postfix_str(f"{shown[0]}, {shown[-2]}")  # the bar has the time that is left
             return
         line = "  ".join([f"step {record['step']}/{self.plan.num_steps}", *shown])
-        print(line, flush=True) if self._bar is None else self._bar.write(line)
+        print(line, flush=True) if self._bar.disable else self._bar.write(line)
 
     def _goes_on_after(self, record: dict[str, Any]) -> bool:
         """Whether to keep an earlier record: this run does not write it again."""

@@ -2,7 +2,6 @@
 can only be read from front to back, become data sets there."""
 
 import hashlib
-import shutil
 import socket
 import sys
 import time
@@ -19,7 +18,7 @@ from tqdm import tqdm
 
 from ..environment import Environment, print_once, rank
 from ..errors import UsageError
-from ..files import replace_folder
+from ..files import replacing
 
 FIRST_ROWS, MOST_ROWS, BYTES_PER_BATCH = 16, 1000, 1_000_000  # of a batch: memory holds one
 _numbers = count()  # of the waits in this process; they are the same in all processes, as keys stay in the store
@@ -64,11 +63,8 @@ def write_once(folder: Path, title: str, write: Callable[[Path], None]) -> None:
             if folder.exists():
                 return
             print_once(f"{title}; later runs read the result from {folder}")
-            unfinished = folder.with_name(f"{folder.name}.unfinished")
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir()
-            write(unfinished)
-            replace_folder(unfinished, folder)
+            with replacing(folder) as unfinished:
+                write(unfinished)
 
 
 def progress_bar(total: int | None, unit: str) -> tqdm:

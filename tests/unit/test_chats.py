@@ -187,7 +187,7 @@ def test_files(tmp_path: Path) -> None:
     messages = write(tmp_path / "messages.jsonl", *[{"messages": [QUESTION, ANSWER]}] * 3)
     for path in (prompts, messages):
         train, evaluation = load_chats(path, tokenizer, 64, "messages")
-        assert len(train) == 2 and len(evaluation) == 1 and train.messages(0) == [QUESTION, ANSWER]
+        assert len(train) == 2 and len(evaluation) == 1 and train.chat(0).messages == [QUESTION, ANSWER]
         assert trained_text(train.rows[0]) == "Because.\x03"
 
 
@@ -317,7 +317,7 @@ def test_tools_and_options_of_the_template(tmp_path: Path, capsys: pytest.Captur
 )
 def test_forms_of_conversations(tmp_path: Path, row: dict) -> None:
     train, _ = load_chats(write(tmp_path / "chats.jsonl", row, row), small_chat_model(64, "sdpa")[1], 99, "messages")
-    assert train.messages(0) == [QUESTION, ANSWER]
+    assert train.chat(0).messages == [QUESTION, ANSWER]
     assert decoded(train.rows[0]) == "U Why?\x03A Because.\x03" and trained_text(train.rows[0]) == "Because.\x03"
 
 
@@ -364,7 +364,7 @@ def test_conversations_without_a_trained_token_are_left_out(tmp_path: Path, caps
         write(tmp_path / "chats.jsonl", *rows), small_chat_model(cut, "sdpa")[1], cut, "messages"
     )
     assert len(train) + len(evaluation) == 30 and min(train.num_trained + evaluation.num_trained) > 0
-    assert all(train.messages(index)[0] == QUESTION for index in range(len(train)))
+    assert all(train.chat(index).messages[0] == QUESTION for index in range(len(train)))
     line = f"{57 - len(train)} of 57 training conversations have no trained token within --max_length 40: left out"
     assert line in capsys.readouterr().out
     assert all(sample["weight"] > 0 for sample in (ChatDataset(train)[index] for index in range(len(train))))

@@ -225,7 +225,7 @@ def test_pairs_from_which_nothing_can_be_learnt_are_left_out(
         "\n".join(map(json.dumps, [useful] * 20 + [equal] * 4 + [filled] * 2 + [later]))
     )
     train, evaluation = load_pairs(str(tmp_path / "train.jsonl"), small_chat_model(64, "sdpa")[1], 64)
-    kept = [part.messages(index) for part in (train, evaluation) for index in range(len(part))]
+    kept = [part.chat(index).messages for part in (train, evaluation) for index in range(len(part))]
     assert kept == [[QUESTION, GOOD], [QUESTION, BAD]] * 20
     lines = re.findall(r"(\d+) of \d+ \w+ pairs (have .*): left out", capsys.readouterr().out)
     numbers = {reason: sum(int(number) for number, other in lines if other == reason) for _, reason in lines}

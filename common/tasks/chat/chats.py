@@ -42,10 +42,6 @@ class Chats:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def messages(self, index: int) -> Messages:
-        """The messages of the conversation with an index."""
-        return Conversation.of(self.chat(index)).messages
-
     def select_answered(self, number: int) -> list[Conversation]:
         """Among the first conversations of so many samples, those that end with an answer in text."""
         every = range(0, len(self), self.per_sample)[:number]
@@ -92,7 +88,7 @@ class Chats:
         if whole and not kept:
             raise UsageError(f"--data {data}: both answers of each pair are equal: there is no preference to learn")
         if not kept:
-            roles = sorted({message["role"] for message in self.messages(0)})
+            roles = sorted({message["role"] for message in Conversation.of(self.chat(0)).messages})
             raise UsageError(
                 f"--data {data}: no token is trained: expected messages of the role assistant, found "
                 f"{', '.join(roles)}; or use a larger --max_length"
@@ -139,14 +135,8 @@ class ChatDataset(Dataset):
                 chats.append((torch.zeros(missing, dtype=torch.int64), torch.full((missing,), IGNORED)))
             positions = {"positions": torch.cat([torch.arange(len(tokens)) for tokens, _ in chats])}
         tokens, labels = map(torch.cat, zip(*chats))
-        weight = float((labels != IGNORED).sum())
-        return {
-            "tokens": tokens,
-            "labels": labels,
-            **positions,
-            "places": find_trained_places(labels),
-            "weight": weight,
-        }
+        trained = {"places": find_trained_places(labels), "weight": float((labels != IGNORED).sum())}
+        return {"tokens": tokens, "labels": labels} | positions | trained
 
 
 def pack(lengths: Sequence[int], size: int) -> list[list[int]]:

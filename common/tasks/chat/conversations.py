@@ -105,8 +105,7 @@ def _role_first(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_messages(messages: Messages) -> Messages:
-    """Returns them. Raises UsageError unless each content is a text, or a list of parts that are texts, and all other
-    values are such as JSON has."""
+    """Returns them. Raises UsageError unless contents are texts, or lists of such parts, and the rest is as in JSON."""
     for number, message in enumerate(messages, start=1):
         content, where = message.get("content"), f"message {number} ({message['role']})"
         if content is None and message["role"] != "tool" and not {"tool_calls", *THOUGHTS} & {*message}:

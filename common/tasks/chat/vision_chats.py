@@ -202,8 +202,7 @@ FACTS = {"colour of grass?": "green", "colour of the sky?": "blue", "shape of a 
 
 
 def shapes(number: int = 4000) -> list[tuple[Messages, Images]]:
-    """Conversations about one or two drawn images of several sizes, in a fixed random order. The answers are colours
-    and shapes; one conversation in ten has no image."""
+    """Conversations about no, one or two drawn images, in a fixed random order. The answers are colours and shapes."""
     generator = random.Random(0)
     chats = []
     for chat in range(number):

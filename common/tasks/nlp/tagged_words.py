@@ -47,10 +47,8 @@ class EncodedWords(ListDataset):
             number = len({*words} - {None})
             lost += len(tags) - number
             if number:
-                tokens = torch.tensor(encoded["input_ids"][row])
-                self.samples.append(
-                    {"input_ids": tokens, "labels": torch.tensor(labels), "weight": torch.tensor(float(number))}
-                )
+                sample = {"input_ids": encoded["input_ids"][row], "labels": labels, "weight": float(number)}
+                self.samples.append({name: torch.tensor(value) for name, value in sample.items()})
         if lost:
             say(f"{lost:,} of {len(flatten(source.labels)):,} words have no token up to --max_length: left out")
         if not self.samples:

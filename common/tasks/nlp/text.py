@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
@@ -203,16 +203,14 @@ def _token_file(text: Text, tokenizer: Any) -> Path:
 
 
 def _batches(pieces: Iterator[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
     size = 0
-    for piece in pieces:
-        batch.append(piece)
+
+    def number_of(piece: str) -> int:
+        nonlocal size
         size += len(piece)
-        if size >= CHARACTERS_PER_BATCH:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+        return size // CHARACTERS_PER_BATCH
+
+    return ([*batch] for _, batch in groupby(pieces, number_of))
 
 
 def map_tokens(file: Path) -> Tensor:

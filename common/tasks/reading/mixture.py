@@ -4,6 +4,7 @@ import math
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -43,11 +44,9 @@ def weights_of(data: str) -> dict[str, float] | None:
         return None
     weights: dict[str, float] = {}
     for source, weight in found.items():
-        try:
+        with suppress(TypeError, ValueError):
             weights[str(source)] = float(weight)
-        except (TypeError, ValueError):
-            weights[str(source)] = math.nan
-        if not 0 < weights[str(source)] < math.inf:
+        if not 0 < weights.get(str(source), 0) < math.inf:
             raise UsageError(f"--data {data}: {source} has the weight {weight}: expected a number above 0")
     return weights
 

@@ -118,10 +118,9 @@ class Table:
     def numbers(self, column: str) -> Iterator[float]:
         """The number in each row of a column. Raises UsageError if there is none."""
         for row, text in enumerate(self.texts(column), start=1):
-            try:
+            number = math.nan
+            with suppress(ValueError):
                 number = float(text or "nan") if "_" not in (text or "") else math.nan  # Python reads 1_000 as 1000
-            except ValueError:
-                number = math.nan
             if not math.isfinite(number):
                 raise UsageError(
                     f"--data {self.name}: column {column}, row {row} below the header: expected a number, got "

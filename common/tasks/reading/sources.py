@@ -61,8 +61,7 @@ def hold_out(num_samples: int, one_in: int = HELD_OUT) -> tuple[torch.Tensor, to
 
 
 def divide(parts: list[list[Row]], one_in: int = HELD_OUT) -> list[list[Row]]:
-    """The training rows and the evaluation rows, if there are both; of one part the rest and the held-out rows, like
-    `hold_out`, each in their order."""
+    """[training rows, evaluation rows]; of one part alone the rest and the held-out rows, like `hold_out`, in order."""
     if len(parts) > 1:
         return parts
     ids = hold_out(len(parts[0]), one_in)
