@@ -89,7 +89,7 @@ def load_tables(
     if files is None or all(ending_of(place) == ".parquet" for places in files.splits.values() for place in places):
         names, read = _datasets_of(data, advice, max_samples, files)
     else:
-        names, read = _names(data, files.splits), partial(_read_files, data, files, max_samples)
+        names, read = names_of_splits(data, files.splits), partial(_read_files, data, files, max_samples)
     tables = [read(names[0])]
     for name, following in zip_longest(names[1:], names[2:]):
         if is_labelled(table := read(name)):
@@ -141,7 +141,7 @@ def _datasets_of(
             raise UsageError(f"--data {data}: the {name} split has no rows")
         return table_of_dataset(data, split.with_format(None))
 
-    return _names(data, splits), read
+    return names_of_splits(data, splits), read
 
 
 def is_saved(folder: Path) -> bool:
@@ -203,7 +203,7 @@ def files_of_folder(data: str, folder: Path, kinds: dict[str, str], advice: str)
     splits: dict[str, list[Place]] = {}
     for path, split in named:
         splits.setdefault(split or unnamed, []).append(path)
-    names = _names(data, splits)
+    names = names_of_splits(data, splits)
     others += [Path(place) for name in ("", *names[2:]) for place in splits.get(name, ())]
     if len(names) > 1 or others:
         read = [f"{len(splits[name]):,} for {name}" for name in names[:2]]
@@ -303,7 +303,7 @@ def check_not_streamed(data: str, max_samples: int | None) -> None:
         raise UsageError(f"--max_samples reads rows of a file or of the Hub, and --data {data} has none: remove it")
 
 
-def _names(data: str, splits: Iterable[str]) -> list[str]:
+def names_of_splits(data: str, splits: Iterable[str]) -> list[str]:
     """The names of the training split and of those for evaluation, the best first. Raises UsageError."""
     names = list(splits)
     if "train" not in names:

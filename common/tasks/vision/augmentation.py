@@ -36,10 +36,13 @@ class AugmentationFlags(VaryingFlags):
     cutmix: float = flag(0.0, "replace a part of each image with another; parameter, such as 1; 0: off", minimum=0)
 
 
-def variation(width: int, height: int, flags: VaryingFlags) -> tuple[Box, bool, Factors]:
-    """(a random part of an image, whether it is mirrored, factors of its colours)"""
+def variation(width: int, height: int, flags: VaryingFlags | None) -> tuple[Box, bool, Factors]:
+    """(a random part of an image, whether it is mirrored, factors of its colours). None: the whole, as it is."""
+    whole: Box = (0, 0, width, height)
+    if flags is None:
+        return whole, False, UNCHANGED
     box = random_box(width, height, flags.least_area)
-    box = (0, 0, width, height) if flags.least_area >= 1 else box  # a part of other proportions would be less
+    box = whole if flags.least_area >= 1 else box  # a part of other proportions would be less
     # Drawn in any case, so that the rest stays the same.
     is_mirrored = bool(torch.rand(()) < 0.5) and flags.mirror
     brightness, contrast, saturation = (1 + flags.colours * (2 * torch.rand(3) - 1)).tolist()

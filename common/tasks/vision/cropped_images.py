@@ -53,18 +53,16 @@ class Preprocessing:
                 f"({first_line(error)})"
             ) from None
 
-    def write(self, folder: Path, crops: bool = True) -> None:
+    def write(self, folder: Path, processor: str = "ViTImageProcessor") -> None:
         """Writes the settings for transformers' pipelines into the folder of an exported model: with the middle square
-        of an image, or with all of it, squeezed into a square."""
+        of an image; or, for the `processor` of another task, with all of it, squeezed into a square."""
         import transformers  # its processors say that torchvision is missing
 
-        colours = {"image_mean": self.mean, "image_std": self.std, "resample": Image.Resampling.BILINEAR}
-        if crops:
+        sizes: dict[str, Any] = {"size": {"height": self.size, "width": self.size}, "do_pad": False}
+        if processor == "ViTImageProcessor":
             sizes = {"size": {"shortest_edge": self.size}, "crop_size": self.size, "do_center_crop": True}
-            transformers.ViTImageProcessor(**sizes, **colours).save_pretrained(folder)
-        else:
-            size = {"height": self.size, "width": self.size}
-            transformers.SegformerImageProcessor(size=size, **colours).save_pretrained(folder)
+        colours = {"image_mean": self.mean, "image_std": self.std, "resample": Image.Resampling.BILINEAR}
+        getattr(transformers, processor)(**sizes, **colours).save_pretrained(folder)
 
 
 @dataclass(eq=False, repr=False)

@@ -18,7 +18,7 @@ from ..reading.image_decoding import Opener
 from ..reading.labelled_images import ImageFiles
 from ..reading.sources import SPLITS, hold_out, is_saved, load_tables, walk
 from ..reading.text_files import local_path
-from .augmentation import UNCHANGED, VaryingFlags, variation
+from .augmentation import VaryingFlags, variation
 from .cropped_images import Preprocessing, resize
 
 IGNORED = -100  # the class of pixels that do not count, as in losses of torch
@@ -80,9 +80,7 @@ class MaskedImages(Dataset):
         if image.size != mask.size:
             sizes = " and ".join(f"{width} x {height}" for width, height in (image.size, mask.size))
             raise UsageError(f"{images.name(row)} and its mask have {sizes} pixels: expected the same size")
-        box, is_mirrored, colours = (0, 0, *image.size), False, UNCHANGED
-        if self.flags is not None:
-            box, is_mirrored, colours = variation(image.width, image.height, self.flags)
+        box, is_mirrored, colours = variation(image.width, image.height, self.flags)
         numbers = numpy.asarray(mask.resize(square, Image.Resampling.NEAREST, box))
         numbers = numbers[:, ::-1] if is_mirrored else numbers
         places = self.numbers.searchsorted(numbers).clip(max=len(self.numbers) - 1)
