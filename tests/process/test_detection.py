@@ -99,7 +99,7 @@ def measures_of(folder: Path, run: Run) -> dict[str, float]:
 def test_measures_and_the_export(tmp_path: Path, folder: Path) -> None:
     from transformers import pipeline
 
-    flags = f"{flags_of(folder, 'yolos')} --max_steps 150 --save_predictions"
+    flags = f"{flags_of(folder, 'yolos')} --max_steps 400 --eval_every 400 --save_predictions"
     run = fork(tmp_path / "run", "single", SCRIPT, flags)
     for name, value in measures_of(folder, run).items():
         assert run.column(f"eval/{name}")[-1] == pytest.approx(value, abs=1e-6)

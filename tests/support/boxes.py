@@ -63,6 +63,9 @@ def write_detector(folder: Path, kind: str, classes: tuple[str, ...] = ("red", "
         config = AutoConfig.for_model(kind, **sizes, **heads, **off, **timm, **names)
         model = AutoModelForObjectDetection.from_config(config)
         torch.nn.init.normal_(model.model.query_position_embeddings.weight)
+    for name, weight in model.named_parameters():
+        if name.endswith("bias"):  # trained ones are not zero
+            torch.nn.init.normal_(weight, std=0.1)
     model.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(FORM))
     return type(model).from_pretrained(folder)

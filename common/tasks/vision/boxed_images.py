@@ -85,11 +85,8 @@ def load_boxed_images(data: str, image_column: str, objects_column: str) -> tupl
     Args:
         data: COCO's JSON, or a folder with one for each part, beside or above the images; a folder of images with a
             metadata.jsonl, perhaps below "train" and "test"; parquet files; or a Hub id.
-        image_column: name of the column with the images.
-        objects_column: name of the column with the objects of each image, which have "bbox" and "category".
-
-    Raises:
-        UsageError: no data, no boxes, an image that is missing, or an object that is none.
+        image_column, objects_column: names of the columns with the images, and with the "bbox" and "category" of each
+            object. Raises UsageError for no data, no boxes, a missing image, or an object that is none.
     """
     path, parts = local_path(data), list[Any]()
     if path.is_dir() and not is_saved(path):
@@ -136,7 +133,9 @@ def _beside_images(data: str, folder: Path, files: list[Path], objects_column: s
         ways = [[place / str(name) for place in places if (place / str(name)).is_file()] for name in found[0]]
         if [] in ways:
             name = printable(str([*found[0]][ways.index([])]))
-            raise UsageError(f"{table} names the image {name}: no such file, nor in {places[-1]}")
+            raise UsageError(
+                f"{table} names the image {name}: no such file beside it, in images, or in {places[-1].name}"
+            )
         parts[split] = table, [str(way[0]) for way in ways], *found[1:]
     chosen = [parts[split] for split in names_of_splits(data, parts)[:2]] if parts else []
     named = {Path(path) for table, paths, *_ in chosen for path in [table, *paths]}
