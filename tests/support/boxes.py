@@ -11,7 +11,7 @@ from PIL import Image
 COLOURS = numpy.array([[200, 30, 30], [30, 200, 30], [30, 30, 200]], dtype=numpy.uint8)
 CATEGORIES = [{"id": 7, "name": "red"}, {"id": 5000, "name": "green"}, {"id": 9, "name": "blue"}]
 SIZE = 32
-FORM = {"size": {"shortest_edge": SIZE, "longest_edge": 64}, "image_mean": [0.5, 0.4, 0.3]}
+FORM = {"size": {"longest_edge": 64, "shortest_edge": SIZE}, "image_mean": [0.5, 0.4, 0.3]}
 FORM |= {"image_std": [0.2, 0.3, 0.25], "image_processor_type": "YolosImageProcessor"}
 
 

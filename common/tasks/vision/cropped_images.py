@@ -46,7 +46,7 @@ class Preprocessing:
                 content = {"size": found["input_size"][-1], "image_mean": found["mean"], "image_std": found["std"]}
             size = content["crop_size"] if content.get("do_center_crop") else content["size"]
             sides = [*size.values()] if isinstance(size, dict) else [size]
-            return cls(int(sides[0]), tuple(content["image_mean"]), tuple(content["image_std"]))
+            return cls(int(min(sides)), tuple(content["image_mean"]), tuple(content["image_std"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(
                 f"--model_name_or_path {name_or_path}: no {SETTINGS} with size, image_mean and image_std there "
