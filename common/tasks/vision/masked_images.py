@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -122,14 +122,12 @@ def load_masked_images(
             f"--data {data}: the masks have {len(classes):,} classes beside --ignored_class {ignored}: expected two or "
             "more (--ignored_class -1 ignores none)"
         )
-    rows: list[Any] = [range(len(part)) for part in masks]
-    if len(rows) == 1:
-        parts, masks = 2 * parts, 2 * masks
-        rows = [ids.tolist() for ids in hold_out(len(rows[0]), one_in=5)]
     images = [ImageFiles(data, files) for files, _ in parts]
-    train, evaluation = (Masked(*each, classes, own) for each, own in zip(zip(images, masks), rows))
-    say(f"--data {data}: {len(train.rows):,} images for training, {len(evaluation.rows):,} for evaluation")
-    return train, evaluation
+    sets = [Masked(*both, classes, range(len(both[1]))) for both in zip(images, masks)]
+    if len(sets) == 1:
+        sets = [replace(sets[0], rows=ids.tolist()) for ids in hold_out(len(masks[0]), one_in=5)]
+    say(f"--data {data}: {len(sets[0].rows):,} images for training, {len(sets[1].rows):,} for evaluation")
+    return sets[0], sets[1]
 
 
 def _in_folders(data: str, folder: Path, images: str, masks: str) -> list[Any]:
