@@ -19,7 +19,7 @@ DRIVERS = [Path("/dev") / name for name in ("nvidiactl", "dxg", "kfd", "dri", "d
 
 GROUPS = {  # what people want to do: recipes
     "Classify, tag or score": ("mnist", "image_classification", "text_classification", "token_classification"),
-    "Find what is where in images": ("segmentation",),
+    "Find what is where in images": ("detection", "segmentation"),
     "Train or adapt a language model": (
         *("transformer", "masked_lm", "finetune", "distillation", "preferences", "vision_language"),
     ),

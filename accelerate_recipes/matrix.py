@@ -10,7 +10,8 @@ EXPERTS = "transformer --num_experts 4"
 RECIPES = (
     *("mnist", "mnist --model mlp", "linear_regression", "transformer", EXPERTS, "text_classification"),
     *("token_classification", "masked_lm", "embeddings", "question_answering", "translation", "finetune"),
-    *("distillation", "preferences", "image_classification", "segmentation", "diffusion", "vision_language"),
+    *("distillation", "preferences", "image_classification", "segmentation", "detection", "diffusion"),
+    "vision_language",
 )
 # The configs that one machine compares with one process, which is single.yaml.
 CONFIGS = tuple(path.stem for path in bundle.configs() if not path.stem.startswith(("single", "multi_node")))
@@ -43,7 +44,7 @@ _NOT_SUPPORTED = (
     ("has no experts of transformers 5", ["fsdp2_expert_parallel"], [each for each in RECIPES if each != EXPERTS]),
 )
 # DeepSpeed's bf16 rounds at different points than autocast. For all but one, the parity check ends the run.
-_DIFFER = ("finetune", "distillation", "preferences", "image_classification", "segmentation")
+_DIFFER = ("finetune", "distillation", "preferences", "image_classification", "segmentation", "detection")
 
 MATRIX = (
     {(recipe, config): Cell(flags=tuple(SIZES.get(config, ()))) for recipe in RECIPES for config in CONFIGS}

@@ -20,6 +20,9 @@ from .records.run_card import read_card
 from .stopping import signals
 from .streams import Output
 
+# {package that may be missing: what to install}
+PACKAGES = {name: name for name in ("datasets", "pandas")} | {"pycocotools": "'accelerate-recipes[detection]'"}
+
 
 def run(main: Callable[[ConfigT], Any], config_class: type[ConfigT]) -> NoReturn:
     """Parses the command line, calls `main(config)` and ends the process.
@@ -54,8 +57,8 @@ def _train(main: Callable[[ConfigT], Any], config_class: type[ConfigT]) -> None:
         afterwards = main(_after_restart(parse(config_class)))
     except Exception as error:
         line = advice(error)
-        if isinstance(error, ModuleNotFoundError) and error.name in ("datasets", "pandas"):  # of the extra `data`
-            line = f"this data needs {error.name}: run pip install {error.name}"
+        if isinstance(error, ModuleNotFoundError) and error.name in PACKAGES:
+            line = f"this data needs {error.name}: run pip install {PACKAGES[error.name]}"
         if line is None:
             raise
         raise UsageError(line) from None

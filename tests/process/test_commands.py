@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from accelerate_recipes.common.records.run_card import read_card
+from support.boxes import write_boxes, write_detector
 from support.launching import ACCELERATE_LAUNCH, accelerate, accelerate_forked, execute, fork
 from support.masks import write_masks, write_segformer
 from support.recipes import LINEAR, MNIST
@@ -98,7 +99,9 @@ def write_what_it_reads(command: str, tmp_path: Path) -> None:
         execute(["accelerate-recipes", "verify", "recipes/mnist.py", "--record", "mnist.json"], tmp_path, tmp_path)
     if "path/to/encoder" in command:
         write_encoder(tmp_path / "path" / "to" / "encoder")
-    elif "path/to/segformer" in command:
+    elif "path/to/detr" in command or "path/to/segformer" in command:
+        write_boxes(tmp_path / "path" / "to" / "boxes")
+        write_detector(tmp_path / "path" / "to" / "detr", "detr")
         write_masks(tmp_path / "path" / "to" / "masks")
         write_segformer(tmp_path / "path" / "to" / "segformer")
     elif "path/to/seq2seq" in command:

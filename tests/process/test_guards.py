@@ -12,7 +12,7 @@ from filelock import FileLock
 
 from accelerate_recipes.common.config import RunConfig
 from support.launching import CONFIGS, execute, fork, launch
-from support.recipes import LINEAR, MISFIT, MNIST
+from support.recipes import DETECTION, LINEAR, MISFIT, MNIST
 from support.runs import ROOT, refused
 
 
@@ -107,6 +107,7 @@ def test_fp16_without_a_gpu_says_so_and_goes_on(tmp_path: Path) -> None:
     [
         ("deepspeed", "", "run pip install deepspeed ninja"),
         ("datasets", "--data ylecun/mnist", "this data needs datasets: run pip install datasets"),
+        ("pycocotools", "", "this data needs pycocotools: run pip install 'accelerate-recipes[detection]'"),
     ],
 )
 def test_missing_package(tmp_path: Path, package: str, arguments: str, expected: str) -> None:
@@ -117,9 +118,10 @@ def test_missing_package(tmp_path: Path, package: str, arguments: str, expected:
     for entry in site.iterdir():
         if package not in entry.name:
             (links / entry.name).symlink_to(entry)
+    script = DETECTION if package == "pycocotools" else MNIST
     env = {"PYTHONPATH": f"{links}{os.pathsep}{ROOT}", "ACCELERATE_USE_DEEPSPEED": str(package == "deepspeed")}
     env |= {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"} if package == "deepspeed" else {}
-    run = execute([sys.executable, "-S", str(ROOT / MNIST), *arguments.split()], tmp_path, tmp_path, env)
+    run = execute([sys.executable, "-S", str(ROOT / script), *arguments.split()], tmp_path, tmp_path, env)
     assert run.exit_code == 2
     assert expected in refused(run)
 

@@ -177,9 +177,12 @@ def with_classes(read: Callable[..., Any], name_or_path: str, classes: list[str]
 
 @torch.no_grad()
 def renew_head(model: Any) -> None:
-    """Gives the layer with an output for each class random weights, as transformers does for a head of another size."""
+    """Gives the layer with an output for each class random weights, as transformers does for a head of another size.
+    That of a detector has one more, for no object, and is not the layer of the boxes."""
+    rows = model.config.num_labels + hasattr(model.config, "bbox_cost")
     for name, weight in model.named_parameters():
-        if not name.startswith(f"{model.base_model_prefix}.") and weight.shape[:1] == (model.config.num_labels,):
+        is_inside = name.startswith(f"{model.base_model_prefix}.") or "bbox" in name
+        if not is_inside and weight.shape[:1] == (rows,):
             if weight.ndim > 1:
                 nn.init.normal_(weight, std=getattr(model.config, "initializer_range", 0.02))
             else:

@@ -85,7 +85,7 @@ def load_tables(
     if all(ending_of(place) == ".parquet" for places in files.values() for place in places):  # or there are none
         names, read = _datasets_of(data, advice, max_samples, files)
     else:
-        names = _names(data, files)
+        names = names_of_splits(data, files)
 
         def read(name: str) -> Table:
             return table_of(f"{data}, {name}" if len(files) > 1 else data, files[name], max_samples, kinds)
@@ -102,7 +102,7 @@ def load_tables(
 def _datasets_of(
     data: str, advice: str, max_samples: int | None, files: Files
 ) -> tuple[list[str], Callable[[str], Table]]:
-    """(names of the splits as `_names` gives them, what reads one) of Parquet files, a saved dataset or a Hub id."""
+    """(names of the splits as `names_of_splits` gives them, what reads one) of Parquet files, a saved dataset or a Hub id."""
     import datasets  # not at the top: the import takes seconds
 
     path = local_path(data)
@@ -136,7 +136,7 @@ def _datasets_of(
             raise UsageError(f"--data {data}: the {name} split has no rows")
         return table_of_dataset(data, split.with_format(None))
 
-    return _names(data, splits), read
+    return names_of_splits(data, splits), read
 
 
 def is_saved(folder: Path) -> bool:
@@ -200,7 +200,7 @@ def files_of_folder(data: str, folder: Path, kinds: dict[str, str], advice: str)
     splits: Files = {}
     for path, split in named:
         splits.setdefault(split or unnamed, []).append(path)
-    names = _names(data, splits)
+    names = names_of_splits(data, splits)
     others += [Path(place) for name in ("", *names[2:]) for place in splits.get(name, ())]
     if len(names) > 1 or others:
         read = [f"{len(splits[name]):,} for {name}" for name in names[:2]]
@@ -295,7 +295,7 @@ def check_not_streamed(data: str, max_samples: int | None) -> None:
         raise UsageError(f"--max_samples reads rows of a file or of the Hub, and --data {data} has none: remove it")
 
 
-def _names(data: str, splits: Iterable[str]) -> list[str]:
+def names_of_splits(data: str, splits: Iterable[str]) -> list[str]:
     """The names of the training split and of those for evaluation, the best first. Raises UsageError."""
     names = list(splits)
     if "train" not in names:

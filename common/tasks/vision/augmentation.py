@@ -36,16 +36,19 @@ class AugmentationFlags(VaryingFlags):
     cutmix: float = flag(0.0, "alpha of CutMix, which pastes a part of another image, such as 1; 0: off", minimum=0)
 
 
-def variation(width: int, height: int, flags: VaryingFlags) -> tuple[Box, bool, Factors]:
-    """(a random part of an image, whether it is mirrored, factors of its colours). The part has the share of the flag
-    of its area or more, of 3:4 to 4:3 of its proportions (Szegedy et al. 2015)."""
+def variation(width: int, height: int, flags: VaryingFlags | None) -> tuple[Box, bool, Factors]:
+    """(a random part of an image, whether it is mirrored, factors of its colours). None: the whole, as it is. The part
+    has the share of the flag of its area or more, of 3:4 to 4:3 of its proportions (Szegedy et al. 2015)."""
+    whole: Box = (0, 0, width, height)
+    if flags is None:
+        return whole, False, UNCHANGED
     share, ratio, x, y = torch.rand(4).tolist()
     area = (flags.least_area + (1 - flags.least_area) * share) * width * height
     proportion = (3 / 4) ** (1 - 2 * ratio)
     box_width, box_height = min(width, math.sqrt(area * proportion)), min(height, math.sqrt(area / proportion))
     left, top = x * (width - box_width), y * (height - box_height)
     box: Box = left, top, left + box_width, top + box_height
-    box = (0, 0, width, height) if flags.least_area >= 1 else box  # a part of other proportions would be less
+    box = whole if flags.least_area >= 1 else box  # a part of other proportions would be less
     # Drawn in any case, so that the rest stays the same.
     is_mirrored = bool(torch.rand(()) < 0.5) and flags.mirror
     brightness, contrast, saturation = (1 + flags.colours * (2 * torch.rand(3) - 1)).tolist()

@@ -47,7 +47,7 @@ class Preprocessing:
                 content = {"size": found["input_size"][-1], "image_mean": found["mean"], "image_std": found["std"]}
             size = content["crop_size"] if content.get("do_center_crop") else content["size"]
             sides = [*size.values()] if isinstance(size, dict) else [size]
-            return cls(int(sides[0]), tuple(content["image_mean"]), tuple(content["image_std"]))
+            return cls(int(min(sides)), tuple(content["image_mean"]), tuple(content["image_std"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UsageError(
                 f"--model_name_or_path {name_or_path}: no {SETTINGS} with size, image_mean and image_std there "
@@ -55,18 +55,16 @@ class Preprocessing:
             ) from None
 
     @silent()
-    def write(self, folder: Path, crops: bool = True) -> None:
+    def write(self, folder: Path, processor: str = "ViTImageProcessor") -> None:
         """Writes the settings for transformers' pipelines into the folder of an exported model: with the middle square
-        of an image, or with all of it, squeezed into a square."""
+        of an image; or, for the `processor` of another task, with all of it, squeezed into a square."""
         import transformers
 
-        colours = {"image_mean": self.mean, "image_std": self.std, "resample": Image.Resampling.BILINEAR}
-        if crops:
+        sizes: dict[str, Any] = {"size": {"height": self.size, "width": self.size}, "do_pad": False}
+        if processor == "ViTImageProcessor":
             sizes = {"size": {"shortest_edge": self.size}, "crop_size": self.size, "do_center_crop": True}
-            transformers.ViTImageProcessor(**sizes, **colours).save_pretrained(folder)
-        else:
-            size = {"height": self.size, "width": self.size}
-            transformers.SegformerImageProcessor(size=size, **colours).save_pretrained(folder)
+        colours = {"image_mean": self.mean, "image_std": self.std, "resample": Image.Resampling.BILINEAR}
+        getattr(transformers, processor)(**sizes, **colours).save_pretrained(folder)
 
 
 @dataclass(eq=False, repr=False)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from ..reading.image_decoding import Opener
 from ..reading.labelled_images import ImageFiles
 from ..reading.sources import hold_out, is_saved, load_tables, split_of, walk
 from ..reading.text_files import local_path
-from .augmentation import UNCHANGED, VaryingFlags, variation
+from .augmentation import VaryingFlags, variation
 from .cropped_images import Preprocessing, resize
 
 IGNORED = -100  # the class of pixels that do not count, as in losses of torch
@@ -80,9 +80,7 @@ class MaskedImages(Dataset):
         if image.size != mask.size:
             sizes = " and ".join(f"{width} x {height}" for width, height in (image.size, mask.size))
             raise UsageError(f"{images.name(row)} and its mask have {sizes} pixels: expected the same size")
-        box, is_mirrored, colours = (0, 0, *image.size), False, UNCHANGED
-        if self.flags is not None:
-            box, is_mirrored, colours = variation(image.width, image.height, self.flags)
+        box, is_mirrored, colours = variation(image.width, image.height, self.flags)
         numbers = numpy.asarray(mask.resize(square, Image.Resampling.NEAREST, box))
         numbers = numbers[:, ::-1] if is_mirrored else numbers
         places = self.numbers.searchsorted(numbers).clip(max=len(self.numbers) - 1)
@@ -124,14 +122,12 @@ def load_masked_images(
             f"--data {data}: the masks have {len(classes):,} classes beside --ignored_class {ignored}: expected two or "
             "more (--ignored_class -1 ignores none)"
         )
-    rows: list[Any] = [range(len(part)) for part in masks]
-    if len(rows) == 1:
-        parts, masks = 2 * parts, 2 * masks
-        rows = [ids.tolist() for ids in hold_out(len(rows[0]), one_in=5)]
     images = [ImageFiles(data, files) for files, _ in parts]
-    train, evaluation = (Masked(*each, classes, own) for each, own in zip(zip(images, masks), rows))
-    say(f"--data {data}: {len(train.rows):,} images for training, {len(evaluation.rows):,} for evaluation")
-    return train, evaluation
+    sets = [Masked(*both, classes, range(len(both[1]))) for both in zip(images, masks)]
+    if len(sets) == 1:
+        sets = [replace(sets[0], rows=ids.tolist()) for ids in hold_out(len(masks[0]), one_in=5)]
+    say(f"--data {data}: {len(sets[0].rows):,} images for training, {len(sets[1].rows):,} for evaluation")
+    return sets[0], sets[1]
 
 
 def _in_folders(data: str, folder: Path, images: str, masks: str) -> list[Any]:
