@@ -10,7 +10,8 @@ EXPERTS = "transformer --num_experts 4"
 RECIPES = (
     *("mnist", "mnist --model mlp", "linear_regression", "transformer", EXPERTS, "text_classification"),
     *("token_classification", "masked_lm", "embeddings", "question_answering", "translation", "finetune"),
-    *("distillation", "preferences", "image_classification", "segmentation", "diffusion", "vision_language"),
+    *("distillation", "preferences", "image_classification", "segmentation", "speech", "diffusion"),
+    "vision_language",
 )
 # The configs that one machine compares with one process, which is single.yaml.
 CONFIGS = tuple(path.stem for path in bundle.configs() if not path.stem.startswith(("single", "multi_node")))

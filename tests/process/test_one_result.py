@@ -66,6 +66,7 @@ OFTEN = {
     "preferences": ("ddp",),
     "image classification": ("ddp",),
     "segmentation": ("ddp",),
+    "speech": ("ddp",),
     "vision language": ("ddp",),
 }
 # Of four and eight processes: test_products.py compares a model of transformers under these, in float64.

@@ -16,6 +16,7 @@ FINETUNE = "recipes/finetune.py"
 DIFFUSION = "recipes/diffusion.py"
 IMAGE_CLASSIFICATION = "recipes/image_classification.py"
 SEGMENTATION = "recipes/segmentation.py"
+SPEECH = "recipes/speech.py"
 DISTILLATION = "recipes/distillation.py"
 PREFERENCES = "recipes/preferences.py"
 VISION_LANGUAGE = "recipes/vision_language.py"
@@ -68,6 +69,7 @@ CHATS = "--max_length 96 --batch_size 8 --learning_rate 1e-3 --eval_every 20 --n
 IMAGES = "--hidden_size 32 --num_layers 2 --batch_size 32 --learning_rate 1e-3 --eval_every 20 --num_pictures 0"
 SHAPES = "--image_size 16 --patch_size 8 --hidden_size 32 --num_layers 2 --batch_size 32 --learning_rate 1e-3 "
 SHAPES += "--eval_every 20"
+TONES = "--hidden_size 32 --batch_size 16 --learning_rate 1e-3 --eval_every 20"
 MASKS = "--hidden_size 16 --batch_size 16 --learning_rate 1e-3 --eval_every 20"
 RECIPES = {
     "mnist cnn": (MNIST, STEPS),
@@ -87,6 +89,7 @@ RECIPES = {
     "preferences": (PREFERENCES, STEPS + CHATS),
     "image classification": (IMAGE_CLASSIFICATION, STEPS + SHAPES),
     "segmentation": (SEGMENTATION, STEPS + MASKS),
+    "speech": (SPEECH, STEPS + TONES),
     "vision language": (VISION_LANGUAGE, STEPS + CHATS),
 }
 # Flags that a config needs beside its file.
