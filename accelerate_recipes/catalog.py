@@ -25,6 +25,7 @@ GROUPS = {  # what people want to do: recipes
     ),
     "Search by meaning, find answers": ("embeddings", "question_answering"),
     "Translate or summarize": ("translation",),
+    "Write down or classify recordings": ("speech",),
     "Generate images": ("diffusion",),
     "Fit numbers": ("linear_regression",),
 }

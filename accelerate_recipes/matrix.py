@@ -10,7 +10,7 @@ EXPERTS = "transformer --num_experts 4"
 RECIPES = (
     *("mnist", "mnist --model mlp", "linear_regression", "transformer", EXPERTS, "text_classification"),
     *("token_classification", "masked_lm", "embeddings", "question_answering", "translation", "finetune"),
-    *("distillation", "preferences", "image_classification", "segmentation", "detection", "diffusion"),
+    *("distillation", "preferences", "image_classification", "segmentation", "detection", "speech", "diffusion"),
     "vision_language",
 )
 # The configs that one machine compares with one process, which is single.yaml.

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from accelerate_recipes.common.records.run_card import read_card
+from support.audio import write_recordings, write_wav2vec2
 from support.boxes import write_boxes, write_detector
 from support.launching import ACCELERATE_LAUNCH, accelerate, accelerate_forked, execute, fork
 from support.masks import write_masks, write_segformer
@@ -97,20 +98,28 @@ def write_what_it_reads(command: str, tmp_path: Path) -> None:
         execute([*ACCELERATE_LAUNCH, "--config_file", config, "--main_process_port", "0", *words], tmp_path, tmp_path)
     if "--against mnist.json" in command:
         execute(["accelerate-recipes", "verify", "recipes/mnist.py", "--record", "mnist.json"], tmp_path, tmp_path)
+    write_models(command, tmp_path / "path" / "to")
+
+
+def write_models(command: str, folder: Path) -> None:
+    """Writes the model that a command continues from, and data that only such models read."""
     if "path/to/encoder" in command:
-        write_encoder(tmp_path / "path" / "to" / "encoder")
+        write_encoder(folder / "encoder")
+    elif "path/to/wav2vec2" in command:
+        write_recordings(folder / "recordings")
+        write_wav2vec2(folder / "wav2vec2")
     elif "path/to/detr" in command or "path/to/segformer" in command:
-        write_boxes(tmp_path / "path" / "to" / "boxes")
-        write_detector(tmp_path / "path" / "to" / "detr", "detr")
-        write_masks(tmp_path / "path" / "to" / "masks")
-        write_segformer(tmp_path / "path" / "to" / "segformer")
+        write_boxes(folder / "boxes")
+        write_detector(folder / "detr", "detr")
+        write_masks(folder / "masks")
+        write_segformer(folder / "segformer")
     elif "path/to/seq2seq" in command:
-        write_encoder_decoder(tmp_path / "path" / "to" / "seq2seq", "t5")
+        write_encoder_decoder(folder / "seq2seq", "t5")
     elif "path/to/vision_model" in command:
-        write("idefics3", tmp_path / "path" / "to" / "vision_model")
-        write_chats(tmp_path / "path" / "to" / "seen.jsonl", 41)
+        write("idefics3", folder / "vision_model")
+        write_chats(folder / "seen.jsonl", 41)
     elif "--model_name_or_path" in command:
-        write_model(tmp_path / "path" / "to" / "model", num_positions=64)
+        write_model(folder / "model", num_positions=64)
 
 
 @pytest.mark.every_case

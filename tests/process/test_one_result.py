@@ -67,6 +67,7 @@ OFTEN = {
     "image classification": ("ddp",),
     "segmentation": ("ddp",),
     "detection": ("ddp",),
+    "speech": ("ddp",),
     "vision language": ("ddp",),
 }
 # Of four and eight processes: test_products.py compares a model of transformers under these, in float64.

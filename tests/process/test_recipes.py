@@ -93,7 +93,7 @@ def outputs_of(notebook: nbformat.NotebookNode, folder: Path) -> list[str]:
     [
         *("linear_regression", "transformer", "text_classification", "embeddings", "finetune", "diffusion"),
         *("token_classification", "masked_lm", "preferences", "image_classification", "vision_language"),
-        *("question_answering", "translation", "segmentation", "detection", "distillation"),
+        *("question_answering", "translation", "segmentation", "detection", "distillation", "speech"),
     ],
 )
 def test_notebook_trains_another_recipe_by_one_other_import(tmp_path: Path, recipe: str) -> None:

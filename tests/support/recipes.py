@@ -17,6 +17,7 @@ DIFFUSION = "recipes/diffusion.py"
 IMAGE_CLASSIFICATION = "recipes/image_classification.py"
 SEGMENTATION = "recipes/segmentation.py"
 DETECTION = "recipes/detection.py"
+SPEECH = "recipes/speech.py"
 DISTILLATION = "recipes/distillation.py"
 PREFERENCES = "recipes/preferences.py"
 VISION_LANGUAGE = "recipes/vision_language.py"
@@ -70,6 +71,7 @@ IMAGES = "--hidden_size 32 --num_layers 2 --batch_size 32 --learning_rate 1e-3 -
 SHAPES = "--image_size 16 --patch_size 8 --hidden_size 32 --num_layers 2 --batch_size 32 --learning_rate 1e-3 "
 SHAPES += "--eval_every 20"
 BOXES = "--hidden_size 32 --num_layers 2 --batch_size 16 --learning_rate 1e-3 --eval_every 20"
+TONES = "--hidden_size 32 --batch_size 16 --learning_rate 1e-3 --eval_every 20"
 MASKS = "--hidden_size 16 --batch_size 16 --learning_rate 1e-3 --eval_every 20"
 RECIPES = {
     "mnist cnn": (MNIST, STEPS),
@@ -90,6 +92,7 @@ RECIPES = {
     "image classification": (IMAGE_CLASSIFICATION, STEPS + SHAPES),
     "segmentation": (SEGMENTATION, STEPS + MASKS),
     "detection": (DETECTION, STEPS + BOXES),
+    "speech": (SPEECH, STEPS + TONES),
     "vision language": (VISION_LANGUAGE, STEPS + CHATS),
 }
 # Flags that a config needs beside its file.

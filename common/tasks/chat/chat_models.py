@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from ...checkpoint.export import write_model
@@ -18,7 +18,7 @@ from ...seeds import CPU, restore_generators
 from ...weights.on_disk import materialize
 from ..models.causal_lm import checkpoint_activations, load_pretrained, load_trained, with_logits
 from ..models.lora import LoraFlags, base_of, naming_base
-from ..models.pretrained import export_of, load, runnable
+from ..models.pretrained import export_of, load, runnable, switch_off_dropout
 from ..models.tokenization import END, adds_special_tokens, byte_tokenizer, tokenizer_of
 from .conversations import Conversation, question
 
@@ -158,12 +158,7 @@ def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
     """Switches off dropout in a model, so that it computes in training what it computes in evaluation; its config.json
     keeps the probabilities. Not by `eval`: then it would not recompute activations. Raises UsageError if the model
     draws random numbers in another way, too."""
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
-        for name, value in vars(module).items():  # such as attention_dropout, layerdrop
-            if "drop" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
+    switch_off_dropout(model)
     tokens = torch.arange(8).remainder(model.get_input_embeddings().num_embeddings).unsqueeze(0)
     with runnable(model), torch.no_grad(), restore_generators(CPU):
         expected = model(input_ids=tokens, use_cache=False).logits

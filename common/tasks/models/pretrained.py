@@ -104,6 +104,21 @@ def load(
     return model, tokenizer, sorted(info["missing_keys"]) + misfits
 
 
+def switch_off_dropout(model: PreTrainedModel) -> None:
+    """Sets each probability of dropout in a model to 0, and switches SpecAugment off, which masks audio."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in vars(module).items():  # such as attention_dropout, layerdrop
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+    config, mask = model.config, getattr(model.base_model, "masked_spec_embed", None)
+    if hasattr(config, "apply_spec_augment"):
+        config.apply_spec_augment, config.layerdrop = False, 0.0
+    if mask is not None:
+        mask.requires_grad_(False)
+
+
 def export_of(model: Any, processor: Any, files: Mapping[str, Any] | None = None) -> Callable[[Path], None]:
     """Makes the function with which `fit` writes files beside the exported weights: those of the tokenizer or
     processor, the Python code that the model brought, and {path in the folder: content of a JSON file}."""

@@ -2,9 +2,9 @@
 Hub."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
@@ -21,18 +21,27 @@ from .text_files import local_path
 TRAIN, EVALUATION = SPLITS["train"], SPLITS["test"] + SPLITS["validation"]
 LABELS = "label", "labels", "fine_label"  # columns that may hold the class
 METADATA, FILE_NAME = ("metadata.csv", "metadata.jsonl"), "file_name"  # the Hub's form of a folder of images
-NO_IMAGE = "no images by their names"
 FORM = "expected a folder with a sub-folder for each class, such as cat/1.png and dog/2.png"
 
 Files = list[tuple[str, Any]]  # (path, class), or (path, classes)
 
 
-class ImageFiles:
-    """Images in files, or in a column of a table. `data` is the source, for messages; `files` are paths, or what a
-    table has in place of them; `opener` opens them."""
+class Media(NamedTuple):
+    """What the files of a folder hold."""
 
-    def __init__(self, data: str, files: Any, opener: Opener | None = None):
-        self.data, self.files, self.opener = data, files, opener or Opener()
+    name: str  # with s: several of them
+    endings: set[str]  # of their names
+    columns: tuple[str, ...]  # of a table beside the files, that may hold what each has
+    form: str  # of the folder, for messages
+    has: str = "classes"  # which folders can name, too; or "texts"
+
+
+class ImageFiles:
+    """Images, or what another opener opens, in files or in a column of a table. `data` is the source and `what` one of
+    them, for messages; `files` are paths, or what a table has in place of them."""
+
+    def __init__(self, data: str, files: Any, opener: Callable[[Any, str], Any] | None = None, what: str = "image"):
+        self.data, self.files, self.opener, self.what = data, files, opener or Opener(), what
 
     def __len__(self) -> int:
         return len(self.files)
@@ -46,7 +55,8 @@ class ImageFiles:
 
     def name(self, index: int) -> str:
         """The path of an image, or its row."""
-        return self.files[index] if isinstance(self.files, list) else f"--data {self.data}: the image in row {index}"
+        is_path, row = isinstance(self.files, list), f"--data {self.data}: the {self.what} in row {index}"
+        return self.files[index] if is_path else row
 
 
 def load_image_splits(data: str, advice: str, max_samples: int | None = None) -> list[Labelled]:
@@ -62,7 +72,9 @@ def load_image_splits(data: str, advice: str, max_samples: int | None = None) ->
     path = local_path(data)
     if path.is_file() and path.suffix.lower() != ".parquet":
         raise UsageError(f"--data {data} is a file: {FORM}, or parquet files; {advice}")
-    if path.is_dir() and not is_saved(path) and (folders := read_folder(data, path, advice)):
+    endings = {ending for ending, kind in Image.registered_extensions().items() if kind in Image.OPEN}
+    kind = Media("image", endings, LABELS, FORM)
+    if path.is_dir() and not is_saved(path) and (folders := read_folder(data, path, advice, kind)):
         parts = [_of_folder(data, folder, max_samples) for folder in folders]
     else:
         tables = load_tables(data, advice, max_samples, lambda table: table.has_classes(_label_column(table)))
@@ -115,27 +127,28 @@ def _label_column(table: Table) -> str | None:
     return next(iter(typed + [name for name in LABELS if name in table.kinds]), None)
 
 
-def read_folder(data: str, folder: Path, advice: str) -> list[Files]:
-    """The images of a folder with their classes, in the order of their names: those for training and, if folders are
-    called so, those for evaluation; none if there are parquet files, which are the data then. A line says which folders
-    are, and what is left out. No image is opened. Raises UsageError for no images, images without classes, or a folder
-    that cannot be read."""
+def read_folder(data: str, folder: Path, advice: str, kind: Media) -> list[Files]:
+    """The files of a kind in a folder with what each has, in the order of their names: those for training and, if
+    folders are called so, those for evaluation; none if there are parquet files, which are the data then. A line says
+    which folders are, and what is left out. No file is opened. Raises UsageError for no such files, files without
+    classes, or a folder that cannot be read."""
     found, left_out = walk(folder, twice=True)
-    endings = {ending for ending, kind in Image.registered_extensions().items() if kind in Image.OPEN}
-    files = [file for file in found if Path(file).suffix.lower() in endings]
+    files = [file for file in found if Path(file).suffix.lower() in kind.endings]
     if others := sorted({*found} - {*files}):
-        left_out[NO_IMAGE] = others
-    if any(file.lower().endswith(".parquet") for file in left_out.get(NO_IMAGE, [])):
+        left_out[f"no {kind.name}s by their names"] = others
+    if any(file.lower().endswith(".parquet") for file in others):
         return []  # whoever reads these counts what is beside them
     if not files:
         facts = f" ({_counts(left_out)})" if left_out else ""
-        raise UsageError(f"--data {data}: no data there{facts}; {FORM}, or parquet files; {advice}")
+        raise UsageError(f"--data {data}: no data there{facts}; {kind.form}, or parquet files; {advice}")
     parts = []
-    for below in _parts(data, folder, files, left_out):
+    for below in _parts(data, folder, files, left_out, kind):
         own = [file for file in files if file.startswith(below)]
-        parts.append(_by_table(folder, below, own, left_out) or _by_folder(below, own, left_out))
+        parts.append(_by_table(folder, below, own, left_out, kind))
+        if not parts[-1] and kind.has == "classes":
+            parts[-1] = _by_folder(below, own, left_out, kind)
         if not parts[-1]:
-            raise UsageError(f"--data {data}: the images in {folder / below} have no classes: {FORM}")
+            raise UsageError(f"--data {data}: the {kind.name}s in {folder / below} have no {kind.has}: {kind.form}")
     if facts := _counts(left_out):
         say(f"--data {data}: left out: {facts}")
     return [[(str(folder / file), name) for file, name in part] for part in parts]
@@ -146,8 +159,8 @@ def _counts(left_out: LeftOut) -> str:
     return "; ".join(facts)
 
 
-def _parts(data: str, folder: Path, files: list[str], left_out: LeftOut) -> list[str]:
-    """How the paths of the images of each part begin: [""] for a folder that is one part."""
+def _parts(data: str, folder: Path, files: list[str], left_out: LeftOut, kind: Media) -> list[str]:
+    """How the paths of the files of each part begin: [""] for a folder that is one part."""
     tops = {file.split("/")[0]: False for file in files if "/" in file}  # whether the images have classes there
     tops |= {file.split("/")[0]: True for file in files if file.count("/") > 1}
     tops |= {top: True for top in tops if any((folder / top / name).is_file() for name in METADATA)}
@@ -156,36 +169,37 @@ def _parts(data: str, folder: Path, files: list[str], left_out: LeftOut) -> list
     if not tops or others or any((folder / name).is_file() for name in METADATA):
         if train and evaluation and all(tops[top] for top in (*train, *evaluation)):
             raise UsageError(
-                f"--data {data}: {train[0]} and {evaluation[0]} hold folders with images, as parts of a data set do, "
-                f"but {others[0]} is beside them: move it away"
+                f"--data {data}: {train[0]} and {evaluation[0]} hold folders with {kind.name}s, as parts of a data set "
+                f"do, but {others[0]} is beside them: move it away"
             )
         return [""]
     if not train:
-        raise UsageError(f"--data {data} has a folder {evaluation[0]}, but none called train: {FORM}")
+        raise UsageError(f"--data {data} has a folder {evaluation[0]}, but none called train: {kind.form}")
     parts = [train[0], *[top for top in evaluation if tops[top]][:1]]
     names = [f"{part} for {task}" for part, task in zip(parts, ("training", "evaluation"))]
     say(f"--data {data}: {' and '.join(names)}, by the names of the folders, so they are not classes")
-    left_out["images in other folders"] = [file for file in files if file.split("/")[0] not in parts]
+    left_out[f"{kind.name}s in other folders"] = [file for file in files if file.split("/")[0] not in parts]
     return [part + "/" for part in parts]
 
 
-def _by_folder(below: str, files: list[str], left_out: LeftOut) -> Files:
-    """The class of each image: its folder, the first below the folder of the part."""
+def _by_folder(below: str, files: list[str], left_out: LeftOut, kind: Media) -> Files:
+    """The class of each file: its folder, the first below the folder of the part."""
     ways = [(file, file[len(below) :].split("/")) for file in files]
-    left_out.setdefault("images beside the folders of classes", []).extend(file for file, way in ways if len(way) < 2)
+    beside = left_out.setdefault(f"{kind.name}s beside the folders of classes", [])
+    beside.extend(file for file, way in ways if len(way) < 2)
     if deep := [(file, way) for file, way in ways if len(way) > 2]:
         file, way = deep[0]
         example = f"{printable(file)}, whose class is {printable(way[0])}"
-        say(f"images in deeper folders: {len(deep):,}, such as {example}")
+        say(f"{kind.name}s in deeper folders: {len(deep):,}, such as {example}")
     return [(file, way[0]) for file, way in ways if len(way) > 1]
 
 
-def _by_table(folder: Path, below: str, files: list[str], left_out: LeftOut) -> Files:
-    """The classes that a table in the folder gives its images; [] without a table that has classes."""
+def _by_table(folder: Path, below: str, files: list[str], left_out: LeftOut, kind: Media) -> Files:
+    """What a table in the folder says that its files have; [] without a table that does."""
     for name in METADATA:
         path = folder / below / name
         rows = [*table_of(str(path), [path], None, {})] if path.is_file() else []
-        column = next((column for column in LABELS if rows and column in rows[0]), None)
+        column = next((column for column in kind.columns if rows and column in rows[0]), None)
         if column is None or FILE_NAME not in rows[0]:
             continue
         for number, row in enumerate(rows, start=1):
@@ -195,9 +209,9 @@ def _by_table(folder: Path, below: str, files: list[str], left_out: LeftOut) -> 
                 raise UsageError(f"{path}: row {number} names {row[FILE_NAME]}: no such file")
         found = [(below + os.path.normpath(row[FILE_NAME]), names_in(row[column])) for row in rows]
         known = {below + name, *(file for file, _ in found)}
-        left_out[NO_IMAGE] = [file for file in left_out[NO_IMAGE] if file not in known]
+        left_out |= {why: [file for file in paths if file not in known] for why, paths in left_out.items()}
         rest = [file for file in files if file not in known]
-        left_out.setdefault(f"images that {name} does not name", []).extend(rest)
+        left_out.setdefault(f"{kind.name}s that {name} does not name", []).extend(rest)
         return found
     return []
 

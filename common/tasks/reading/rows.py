@@ -156,11 +156,13 @@ class RowsOnDisk(TableColumn):
 
 
 def table_of_dataset(data: str, split: Any) -> Table:
-    """The rows of a `datasets.Dataset`; its images are not decoded."""
+    """The rows of a `datasets.Dataset`; its images and recordings are not decoded."""
     import datasets  # not at the top: the import takes seconds
 
     plain = datasets.Image(decode=False)
     for column, kind in split.features.items():
+        if isinstance(kind, datasets.Audio):
+            split = split.cast_column(column, datasets.Audio(decode=False))
         if holds_images(kind):
             split = split.cast_column(column, plain if isinstance(kind, datasets.Image) else datasets.List(plain))
     name = f"{data}, {split.split}" if split.split else data

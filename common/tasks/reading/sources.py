@@ -102,7 +102,7 @@ def load_tables(
 def _datasets_of(
     data: str, advice: str, max_samples: int | None, files: Files
 ) -> tuple[list[str], Callable[[str], Table]]:
-    """(names of the splits as `names_of_splits` gives them, what reads one) of Parquet files, a saved dataset or a Hub id."""
+    """(as `names_of_splits` gives them, what reads one) of Parquet files, a saved dataset or a Hub id."""
     import datasets  # not at the top: the import takes seconds
 
     path = local_path(data)

@@ -1,0 +1,1 @@
+"""Recordings of speech and other sounds."""

@@ -1,0 +1,138 @@
+"""Recordings with a text or a class each: in folders, in tables, or on the Hub."""
+
+import io
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import Dataset, Subset
+
+from ...data.facts import count_by_class, say
+from ...errors import UsageError, first_line
+from ..reading.labelled import Labelled, say_odd_classes, with_same_classes
+from ..reading.labelled_images import ImageFiles, Media, read_folder
+from ..reading.sources import hold_out, is_saved, load_tables
+from ..reading.text_files import local_path
+
+ENDINGS = {".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aif", ".aiff", ".aifc", ".au"}
+TEXTS = "expected metadata.csv or metadata.jsonl with the columns file_name and that of --text_column"
+CLASSES = "expected a folder with a sub-folder for each class, such as cat/1.wav and dog/2.wav"
+ADVICE = "use --data tones for the embedded recordings, or the path of a folder, or of a .csv, .jsonl or .parquet file"
+
+
+class Recording(NamedTuple):
+    """The mean of the channels of a recording."""
+
+    wave: Any  # float32 of shape (samples,), from -1 to 1
+    rate: int  # samples a second
+    name: str  # for messages
+
+
+@dataclass(eq=False, repr=False)
+class Recordings(Dataset):
+    """Samples {name of the model's input: float32 of shape (samples,) or (frames, features); "frames": int, those of
+    the logits; "text": int64 of shape (tokens,), or "label": int}. Raises UsageError for a recording that is
+    too short for the model or for its text."""
+
+    source: Labelled  # of `Recording`s; labels are texts if there is a tokenizer
+    model: Any  # of transformers, which says how many frames it makes
+    extractor: Any  # makes the input of a wave
+    tokenizer: Any = None
+
+    def __len__(self) -> int:
+        return len(self.source.labels)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        recording, label, rate = self.source.samples[index], self.source.labels[index], self.extractor.sampling_rate
+        name, wave = self.extractor.model_input_names[0], resample(recording, rate)
+        values = torch.from_numpy(self.extractor(wave, sampling_rate=rate, return_tensors="np")[name][0])
+        count = getattr(self.model, "_get_feat_extract_output_lengths", int)
+        frames, needed, target = int(count(torch.tensor(len(values)))), 1, {"label": label}
+        if self.tokenizer is not None:
+            tokens = torch.tensor(self.tokenizer(label).input_ids)
+            needed = len(tokens) + int((tokens[1:] == tokens[:-1]).sum())  # a blank is between equal tokens
+            target = {"text": tokens}
+        if frames < needed:
+            raise UsageError(
+                f"{recording.name}: the model makes {max(0, frames)} frames of its {len(wave) / rate:.2f} s, and its "
+                f"text or class needs {needed}: correct the text or remove the recording"
+            )
+        return {name: values, "frames": frames} | target
+
+
+def resample(recording: Recording, rate: int) -> Any:
+    """The wave of a recording with so many samples a second."""
+    from scipy.signal import resample_poly  # takes half a second; scikit-learn needs SciPy, too
+
+    common = math.gcd(rate, recording.rate)
+    return resample_poly(recording.wave, rate // common, recording.rate // common)
+
+
+def open_recording(file: Any, name: str, folder: Path = Path()) -> Recording:
+    """Opens a path, which may begin at a folder; or the bytes of a file; or a dict with "bytes" or "path", as
+    `datasets` has it. `name` is for messages. Raises UsageError."""
+    try:
+        import soundfile
+    except ImportError:
+        raise UsageError("recordings need soundfile: run pip install 'accelerate-recipes[speech]'") from None
+    if isinstance(file, dict):
+        name, file = file.get("path") or name, file.get("bytes") or file.get("path")
+    try:
+        place = io.BytesIO(file) if isinstance(file, bytes) else local_path(file, folder)
+        waves, rate = soundfile.read(place, dtype="float32", always_2d=True)
+    except (RuntimeError, OSError, TypeError) as error:
+        raise UsageError(f"{name} cannot be read ({first_line(error)}): expected WAV, FLAC, OGG or MP3") from None
+    wave = waves.mean(1)
+    if not len(wave) or not math.isfinite(wave.sum()):
+        raise UsageError(f"{name} is empty, or has numbers that are not finite: remove it")
+    return Recording(wave, rate, name)
+
+
+def load_recordings(
+    data: str, audio_column: str, target_column: str, clean: Callable[[str], str] | None = None
+) -> tuple[Labelled, Labelled]:
+    """(training recordings, evaluation recordings), whose labels are their texts, or the numbers of their classes. If
+    the source has one part, one in ten is held out. Raises UsageError for no data, no such column, or too few of them.
+
+    Args:
+        data: a folder with metadata.csv or metadata.jsonl, or with a sub-folder for each class, perhaps below "train"
+            and "test"; or what `load_tables` takes.
+        audio_column: name of the column with files, or with paths from the folder of the table.
+        target_column: name of the column with texts, of which `clean` makes the labels; or with classes if it is None.
+    """
+    path, what, declared = local_path(data), "text" if clean else "class", list[str]()
+    folder, columns, parts = path.parent if path.is_file() else path, list[Any](), list[Labelled]()
+    if path.is_dir() and not is_saved(path):
+        has = (CLASSES, "classes") if clean is None else (TEXTS, "texts")
+        kind = Media("recording", ENDINGS, (target_column,), *has)
+        columns = [[*map(list, zip(*files))] for files in read_folder(data, path, ADVICE, kind)]
+    for table in [] if columns else load_tables(data, ADVICE):
+        table.check_columns({"--audio_column": audio_column, f"--{what}_column": target_column})
+        files, declared = table.values(audio_column), getattr(table.kinds.get(target_column), "names", declared)
+        files = files if hasattr(files, "table") else [*files]
+        for row, file in enumerate(files if isinstance(files, list) else (), start=1):
+            if not isinstance(file, str) or not local_path(file, folder).is_file():
+                raise UsageError(f"--data {table.name}: row {row} names {file}: no such file in {folder}")
+        columns.append((files, [*table.texts(target_column)]))
+    for files, targets in columns:
+        targets = [(clean or str.strip)(target or "") for target in targets]
+        rows = [row for row, target in enumerate(targets) if target]
+        if len(rows) < len(targets):
+            say(f"--data {data}: {len(targets) - len(rows):,} of {len(targets):,} recordings have no {what}: left out")
+        every: Any = ImageFiles(data, files, partial(open_recording, folder=folder), "recording")
+        samples = Subset(every, rows)
+        targets = [targets[row] for row in rows]
+        parts.append(Labelled(samples, targets, []) if clean else Labelled.of_names(samples, targets, declared))
+    if len(parts) == 1:
+        parts = [parts[0].part(ids) for ids in hold_out(len(parts[0].labels))]
+    if not all(part.labels for part in parts):
+        raise UsageError(f"--data {data} has no {what} for training or evaluation: expected two recordings or more")
+    if clean is None:
+        parts = with_same_classes(data, parts, "recording")
+        say(f"--data {data}: {count_by_class(parts[0].classes, parts[0].labels + parts[1].labels)}")
+        say_odd_classes(data, parts, "recording")
+    return parts[0], parts[1]
