@@ -135,7 +135,7 @@ def correlations(examples: Examples) -> Metrics:
 
 def correlations_of(predicted: Tensor, target: Tensor) -> Metrics:
     """Pearson's and Spearman's correlation of numbers of about 1. Predictions that differ by rounding share a rank."""
-    from scipy.stats import rankdata  # type: ignore[import-untyped]  # a dependency of scikit-learn
+    from scipy.stats import rankdata  # a dependency of scikit-learn
 
     values = predicted.double(), target.double()
     ranks = [torch.from_numpy(rankdata(each)) for each in ((values[0] / ROUNDING).round(), values[1])]
