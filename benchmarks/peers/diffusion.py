@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from accelerate_recipes.common.tasks.models.diffusion import DiT
 
-PEER, ALIKE = "diffusers' loop", True
+PEER = "diffusers' loop"
 BATCH, SIDE, CLASSES, CLASS_DROPOUT = 32, 28, ("bright", "dark"), 0.1
 PATCH, WIDTH, LAYERS, HEADS = 4, 256, 6, 4
 

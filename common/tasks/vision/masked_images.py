@@ -16,7 +16,7 @@ from ...data.facts import printable, say
 from ...errors import UsageError
 from ..reading.image_decoding import Opener
 from ..reading.labelled_images import ImageFiles
-from ..reading.sources import hold_out, is_saved, load_tables, split_of, walk
+from ..reading.sources import hold_out, is_saved, load_tables, names_of_splits, split_of, walk
 from ..reading.text_files import local_path
 from .augmentation import VaryingFlags, variation
 from .cropped_images import Preprocessing, resize
@@ -141,7 +141,7 @@ def _in_folders(data: str, folder: Path, images: str, masks: str) -> list[Any]:
             name = "/".join([part for part in parents if part.lower() not in kinds] + [Path(file).stem])
             found.setdefault(split, {}).setdefault(kind, {})[name] = str(folder / file)
     parts = []
-    for split in [split for split in ("train", "test", "validation") if split in found][:2]:
+    for split in names_of_splits(data, found)[:2] if found else []:
         pairs = [found[split].get(kind, {}) for kind in (images, masks)]
         both = sorted(pairs[0].keys() & pairs[1].keys())
         if not both:
