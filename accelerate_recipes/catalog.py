@@ -53,8 +53,7 @@ def show(as_json: AsJson = False) -> None:
 
 
 def read_recipe(path: Path) -> dict[str, str]:
-    """A recipe, from its docstring: its name, "what" it does, its lines "Data:", "Expect:" and "Time:", and its first
-    command."""
+    """A recipe's docstring: name, "what" it does, its lines "Data:", "Expect:" and "Time:", and its first command."""
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     what, _, rest = text.partition("\n\n")
     command = re.search(r"^ +(accelerate launch .*)$", rest, re.MULTILINE)

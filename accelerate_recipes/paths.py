@@ -18,8 +18,7 @@ def check_new_folder(path: Path) -> None:
 
 
 def check_folder(path: Path, name: str = "") -> None:
-    """Raises UsageError unless files can be written into a folder, which need not exist yet. Leaves nothing behind.
-    `name`: of the flag, here and below."""
+    """Raises UsageError unless files can be written into a folder, which may not exist yet. `name`: of the flag."""
     with _possible(path, name, "written"):
         if path.is_symlink() and not path.exists():
             raise UsageError(f"{_named(path, name)} is a link that leads nowhere: use another")

@@ -33,8 +33,7 @@ INHERITED = re.compile(f"{OF_LAUNCHERS.pattern}|TORCHELASTIC_")  # what a proces
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """What the launcher and its config file say to this process. `start` reads it, and the layout has it; what needs it
-    before that reads it, too."""
+    """What the launcher and its config file say to this process. The layout has it."""
 
     rank: int = 0  # of this process, which need not have joined the others
     world_size: int = 1  # processes on all machines
@@ -180,8 +179,7 @@ def why_no_gpu() -> str | None:
 
 
 def share_cores() -> None:
-    """Divides the cores among this machine's processes, unless the user did. A launcher may set `OMP_NUM_THREADS` to 1
-    if the user set none."""
+    """Divides the cores among this machine's processes, unless the user did. A launcher may have set 1."""
     environment, threads = Environment.read(), os.environ.get("OMP_NUM_THREADS")
     by_launcher = threads == "1" and environment.was_launched and not launcher_was_given("OMP_NUM_THREADS")
     if threads is None or by_launcher:

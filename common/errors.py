@@ -34,8 +34,7 @@ class Edit:
 
 @dataclass(eq=False, repr=False)
 class UsageError(RunError):
-    """A mistake of the user. Its message is `what: instead`, plus `beside`; callers that do not split it pass the
-    whole message as `what`."""
+    """A mistake of the user. Its message is `what: instead`, plus `beside`; or `what` alone."""
 
     what: str  # is wrong: what was given and what was expected
     instead: str = ""  # what to type or to do instead
@@ -112,8 +111,7 @@ def place_of(error: BaseException) -> str | None:
 
 
 def trace_of(error: BaseException) -> str:
-    """The traceback from the recipe's own code on, without the frames of packages, but for the last one. Whole, if the
-    loop itself raised the error."""
+    """The traceback from the recipe's code on, with the last frame of packages. Whole, if the loop raised the error."""
     if isinstance(error, WorkerError):
         return error.trace
     whole = traceback.TracebackException.from_exception(error)

@@ -52,8 +52,7 @@ def relative_distance(value: Tensor, expected: Tensor) -> float:
 
 
 def clip(gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scales gradients so that their norm becomes `max_norm`, if it is larger. The factor is that of torch's
-    `clip_grad_norm_`."""
+    """Scales gradients with a norm above `max_norm` to that norm, by the factor of torch's `clip_grad_norm_`."""
     gradients = [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
     if not gradients:  # of a stage that is frozen
         return

@@ -13,8 +13,7 @@ PARTS = 16  # in which ZeRO-3's gathers are spread over a step, for its time
 
 
 def divide(one: StepFacts, run: RunFacts) -> StepFacts:
-    """The step of one of all processes, from that of the undivided model in one process, in the run's precision.
-    Without DeepSpeed, it stays as it is."""
+    """The step of one of many processes, from that of one process with the whole model. Changes only DeepSpeed's."""
     if one.zero is None:
         return one
     stage, number, offloads = one.zero.zero_stage, run.num_processes, one.zero.offloads

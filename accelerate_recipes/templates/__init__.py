@@ -7,8 +7,7 @@ FOLDER = Path(__file__).parent
 
 
 def render(template: str, **values: Any) -> str:
-    """A template of this folder with these values. In a page, `.html`, all text is escaped. Raises jinja2's
-    UndefinedError if a value is missing."""
+    """A template of this folder, filled in. In `.html` text is escaped. Raises UndefinedError for a missing value."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape  # the import takes time
 
     environment = Environment(

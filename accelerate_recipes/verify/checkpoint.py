@@ -35,8 +35,7 @@ class Origin:
 
     @classmethod
     def of(cls, content: dict[str, Any], script: Path, folder: Path) -> "Origin":
-        """Reads the manifest of a checkpoint. `script`: the recipe, if the manifest names none; `folder`: for the
-        config."""
+        """Reads a checkpoint's manifest. `script`: the recipe, if that names none; `folder`: for the config."""
         archive = open_source(content["source"])
         words = shlex.split(archive.read(COMMAND).decode())
         at = next((at for at, word in enumerate(words) if at and word.endswith(".py")), len(words))

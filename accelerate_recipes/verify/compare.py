@@ -1,5 +1,4 @@
-"""What a finished run is, as far as runs are compared, and how two differ: losses, gradient norms, weights, evaluations
-and learning rates."""
+"""How two finished runs differ: losses, gradient norms, weights, evaluations and learning rates."""
 
 import json
 import math

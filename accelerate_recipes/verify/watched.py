@@ -100,8 +100,7 @@ class Watcher:
         arguments.__post_init__ = divided
 
     def end(self) -> None:
-        """Ends the process, with the others: one of them may still need what this one sends. Every process ends after
-        the same step, or the same evaluation."""
+        """Ends the process after the same step or evaluation as the others, which may still need what it sends."""
         self.finish()
         (self.folder / f"ended_{os.environ.get('RANK', 0)}").touch()
         deadline, number = time.monotonic() + MOST_WAIT_S, int(os.environ.get("WORLD_SIZE", 1))

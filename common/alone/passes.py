@@ -1,5 +1,4 @@
-"""A world of one process, in which the recipe's code sees what `python recipe.py` shows, and passes of its forward_step
-there."""
+"""A world of one process, as `python recipe.py` shows it to the recipe's code, and passes of forward_step there."""
 
 import math
 import re
@@ -38,8 +37,7 @@ ALONE = {
 
 @contextmanager
 def one_process(accelerator: Accelerator) -> Iterator[None]:
-    """Within the `with` block, Accelerate, torch.distributed and the launcher's variables describe a single process.
-    Collectives act in a group of one."""
+    """In the `with` block Accelerate, torch.distributed and the environment are those of a single process."""
     states: list[dict[str, Any]] = [PartialState._shared_state, AcceleratorState._shared_state]
     before = [{name: state[name] for name in ALONE if name in state} for state in states]
     with _group_of_one(accelerator), without_ranks():

@@ -90,8 +90,7 @@ class Walk:
         self._seen: dict[int, Any] = {}  # keeps the objects, so that no other gets one of these ids
 
     def visit(self, root: Any) -> tuple[int, int]:
-        """Notes all that an object refers to. An object keeps the first name under which it is found. Returns how many
-        entries and tensors are noted by then."""
+        """Notes all that an object refers to, each under the first name. Returns the numbers of entries and tensors."""
         waiting = [("", root)]
         while waiting:
             name, value = waiting.pop()

@@ -98,8 +98,7 @@ def fingerprints(engine: Engine) -> dict[Any, tuple[float, float]]:
 
 
 def replica_gaps(steps: Sequence[Step], updates: Mapping[str, float]) -> dict[Key, Gap]:
-    """The differences between processes that hold the same part of a weight. `steps`: of each process; `updates`: {name
-    of the weight: norm of its update}."""
+    """The differences between replicas of a shard. `steps`: of each process; `updates`: {weight: its norm}."""
     gaps: dict[Key, Gap] = {}
     first: dict[Any, tuple[float, float]] = {}
     for rank, step in enumerate(steps):

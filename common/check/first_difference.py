@@ -58,8 +58,7 @@ class FirstDifference:
         return "backward", f"first difference: {' or '.join(map(self._name, sources))}, backward, {extent}"
 
     def _first_module(self, traces: Sequence[Sums], direction: str, factor: int = 1) -> tuple[str, str, str] | None:
-        """(the module before it, the first module whose tensors are not the factor times those of one process, how they
-        differ)"""
+        """(the module before it, the first one whose tensors are not factor × those of one process, how they differ)"""
         expected: Sums = getattr(self.reference.steps[self.number].modules, direction)
         perturbed = [getattr(other.steps[self.number].modules, direction) for other in self.reference.perturbed]
         # A table of positions has no weights, and so no floor: 16 bits round it otherwise.

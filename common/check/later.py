@@ -57,8 +57,7 @@ class Rehearsal:
             return None
 
     def line(self, steps: Sequence[Step], layout: Layout, number: int) -> str | None:
-        """The line that ends a run whose step `number` is not that of one process; None if it is. `steps` are what it
-        did in each process."""
+        """The line that ends a run whose step `number` is not one process's, or None. `steps`: of each process."""
         expected = self.steps[number]
         floors = step_gaps(self.moved[number], expected)
         limits = {
@@ -123,8 +122,7 @@ class AfterSaves:
         self._process, self._folder = process, folder
 
     def compare(self, number: int, result: StepResult) -> None:
-        """To be called after each of `numbers`, in all processes. Raises UsageError if the last one, or one before, is
-        not the step of one process."""
+        """A collective, after each of `numbers`. Raises UsageError if a step so far is not that of one process."""
         sums = RunningSums()
         sums.add(result)
         totals = sums.sums(self._engine, number + 1)

@@ -114,8 +114,7 @@ def own_values(tensor: Tensor) -> Tensor | None:
 
 
 def by_sample(tensor: Tensor, samples: int) -> Tensor:
-    """The tensor with the samples of the micro-batch as first dimension, of shape (samples, ...). Where there is no
-    such dimension, all is one sample."""
+    """The tensor with the samples as first dimension: (samples, ...). Without such a dimension, all is one sample."""
     if not tensor.ndim or tensor.shape[0] % samples:
         return tensor[None]
     return tensor if tensor.shape[0] == samples else tensor.unflatten(0, (samples, -1))

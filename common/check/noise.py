@@ -19,8 +19,7 @@ IS_ROUNDING = 0.01  # share of a gradient that changes with rounding: above, it 
 
 
 def without_noise(gaps: dict[Key, Gap], reference: Reference, number: int) -> tuple[dict[Key, Gap], list[str]]:
-    """(the differences in step `number` that rounding errors do not explain, lines about those that they explain in
-    part)"""
+    """(the differences in step `number` beyond rounding errors, lines about those that rounding explains in part)"""
     if reference.is_low:  # a metric such as an accuracy jumps with the rounding
         gaps = {key: gap for key, gap in gaps.items() if key[0] not in ("value", "eval") or key[1] == "loss"}
     gaps, lines = {key: gap for key, gap in gaps.items() if not gap.size <= TOLERANCE}, list[str]()

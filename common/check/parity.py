@@ -158,8 +158,7 @@ class ParityCheck:
 
     @contextmanager
     def _translating(self, is_checked: bool = True) -> Iterator[None]:
-        """Turns an exception in the `with` block into one line if one process alone had none, or, in a pass that it has
-        not taken, if a package raised it."""
+        """Makes one line of an exception that one process did not have, or, in a later pass, that a package raised."""
         try:
             yield
         except (RunError, OSError, MemoryError, torch.OutOfMemoryError):

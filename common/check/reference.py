@@ -269,8 +269,7 @@ def _check_possible(setup: Setup, is_resumed: bool) -> None:
 
 
 def why_not_checked(precision: str, num_bytes: int, on_device: float) -> str | None:
-    """Why one device cannot take the steps alone; None if it can. `num_bytes`: of the weights of the whole model;
-    `on_device`: that are free there."""
+    """Why one device cannot take the steps, or None. `num_bytes`: of the whole model; `on_device`: free there."""
     if precision == "fp16":
         return "fp16 skips steps"
     too_much = f"{4 * num_bytes / 2**30:,.1f} GiB for the whole model on one device are too much"

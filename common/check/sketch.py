@@ -52,8 +52,7 @@ class Sketch:
 
 
 def random_signs(device: torch.device, dtype: torch.dtype, seed: int = 0) -> Iterator[Tensor]:
-    """Random signs for one block of `BLOCK` elements after the other: windows into the same signs, so that none is made
-    twice."""
+    """Random signs for each block of `BLOCK` elements in turn: windows into the same signs, which are drawn once."""
     signs, starts = _drawn(device, dtype, seed)
     while True:
         for start in starts:

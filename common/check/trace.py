@@ -112,8 +112,7 @@ class Observer:
 
 
 def on_cpu(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The values of `forward_step` as float64 on the CPU. Leaves out predictions, such as the class of each pixel: a
-    rounding error changes some of many."""
+    """The values of `forward_step` as float64 on the CPU. Without predictions: rounding errors change a few of many."""
     compared = {name: value for name, value in values.items() if value.ndim == 1 or value.is_floating_point()}
     return {name: value.detach().double().cpu() for name, value in compared.items()}
 

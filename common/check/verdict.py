@@ -130,8 +130,7 @@ def _causes_in_the_recipe(
 
 
 def _cause_of_values(where: str, draws: bool, layout: Layout) -> str:
-    """The likely cause if values differ at once, and what to type. Errors of the framework look like those of the
-    recipe."""
+    """The likely cause if values differ at once, and what to type. A framework's errors look like the recipe's."""
     fallback = main_strategy(layout).fallback
     for cause in filter(None, [strategy.cause_at_once for strategy in strategies_of(layout)]):
         cause = cause.format(draws="draws random numbers, or " * draws, fallback=fallback)

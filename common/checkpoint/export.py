@@ -93,8 +93,7 @@ def _missing(folder: Path, aside: Path) -> str:
 
 @contextmanager
 def rewrite(folder: Path) -> Iterator[Path]:
-    """An empty folder to write into, which then gets the name of `folder` at once. Raises RunError if a file cannot be
-    written."""
+    """An empty folder to write into; then it gets the name of `folder` at once. Raises RunError if it cannot."""
     try:
         with replacing(folder) as aside:
             yield aside
@@ -128,8 +127,7 @@ def export_dtype(wanted: str, module: nn.Module) -> torch.dtype | None:
 def _write_small_files(
     module: nn.Module, folder: Path, dtype: torch.dtype | None, export: Callable[[Path], Any] | None
 ) -> None:
-    """Writes the settings of a model of transformers or PEFT, with the type of the weights beside them; then calls
-    `export`."""
+    """Writes the settings of a model of transformers or PEFT, with the dtype of the weights; then calls `export`."""
     if (adapter := getattr(module, "peft_adapter", None)) is not None:
         adapter.write_settings(module, folder)
     else:

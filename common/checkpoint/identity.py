@@ -38,8 +38,7 @@ def describe(layout: Layout) -> str:
 
 
 def identity(setup: Setup, group: CpuGroup) -> dict[str, Any]:
-    """The settings that a resumed run must share with its checkpoint, and what a few samples of its data are. A
-    collective."""
+    """The settings and a few samples that a resumed run must share with its checkpoint. A collective."""
     plan, config, eval_sets = setup.plan, asdict(setup.plan.config), setup.eval_sets
     mixture = getattr(plan.sampler, "__self__", None)
     some = {name: _some(range(len(each)), NUM_OF_EVALUATION) for name, each in eval_sets.items()}
@@ -105,8 +104,7 @@ def known_by(plan: Plan) -> list[int]:
 
 
 def other_sample(here: Facts, there: Facts) -> tuple[str, str] | None:
-    """(id, name) of the first value in which samples differ; None if none does. Samples that one of the two lacks, as
-    they could not be read, are not compared."""
+    """(id, name) of the first value in which samples differ, or None. Samples that one side lacks do not count."""
     for sample in [sample for sample in here if sample in there]:
         ours, theirs = here[sample], there[sample]
         for name in sorted(ours.keys() | theirs.keys()):

@@ -19,8 +19,7 @@ from .format import FORMAT, MANIFEST, DamagedError, digest_of_file, digest_of_js
 
 
 class Reader:
-    """A checkpoint folder from `write`. Raises DamagedError if the manifest is missing or altered, RunError if the file
-    system cannot read it."""
+    """A checkpoint folder. Raises DamagedError for a missing or altered manifest, RunError if it cannot be read."""
 
     def __init__(self, folder: Path):
         self.folder = folder

@@ -66,8 +66,7 @@ class Checkpoint:
             Numbers(optimizer).load_state_dict(self.reader.content["trainer"]["optimizer"])
 
     def load_rest(self, engine: Engine, unrecorded: RunningSums) -> None:
-        """Loads everything except the weights, after `prepare`: optimizer state, moving averages, loss scale, and the
-        sums since the last record."""
+        """Loads, after `prepare`, optimizer state, averages, loss scale and the sums since the last record."""
         if (reader := self.reader) is None:
             return
         content = reader.content

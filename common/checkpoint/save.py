@@ -73,8 +73,7 @@ class Saver:
                 (output_dir / "checkpoints").rmdir()
 
     def export(self, state: TrainState, unrecorded: RunningSums) -> str | None:
-        """Exports the weights, or their averages, and returns their digest. If that fails, saves a checkpoint, so that
-        no step is lost, and raises RunError."""
+        """Exports the weights, or their averages; returns their digest. On failure: a checkpoint, and RunError."""
         folder = self._engine.plan.config.output_dir / "model"
         try:
             with self._engine.ema_weights():
@@ -115,8 +114,7 @@ class Saver:
         self._after_save(state.step, self.finish)
 
     def finish(self) -> Path | None:
-        """Waits for the save in progress. Returns the newest checkpoint; None if it could not be written, or
-        before the first save."""
+        """Waits for the save in progress. Returns the newest checkpoint, or None if there is none or it failed."""
         return self._newest()
 
     def _write(self, shards: OwnShards, content: dict[str, Any]) -> Path | None:

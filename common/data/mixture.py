@@ -67,8 +67,7 @@ class Mixture(ConcatDataset):
         return ids[torch.randperm(len(ids), generator=generator)]
 
     def add_source_metrics(self, forward_step: ForwardStep) -> ForwardStep:
-        """A `forward_step` that returns each metric of each source, too: "loss@a" is 0 for a sample of another source.
-        `of_sources` makes means of them."""
+        """A `forward_step` with each metric of each source, too: "loss@a" is 0 for samples of others (`of_sources`)."""
 
         @wraps(forward_step)  # its signature says whether it wants the number of the step
         def with_sources(model: Any, batch: Batch, *number: int) -> dict[str, torch.Tensor]:

@@ -101,8 +101,7 @@ class Collated(Dataset):
 
 
 def as_numbered_step(forward_step: ForwardStep) -> NumberedStep:
-    """`forward_step` as the loop calls it. It gets the number of the optimizer step if it has a third argument that is
-    called `step`, or that has no default."""
+    """`forward_step` as the loop calls it: with the step's number for a third argument `step`, or without default."""
     try:
         third = [*inspect.signature(forward_step).parameters.values()][2:3]
     except ValueError:  # of a function in C

@@ -1,5 +1,4 @@
-"""Checks for runs on several machines: the same code and settings on each machine, an address that the others can
-reach, and a shared output_dir."""
+"""Checks for several machines: the same code and settings, an address that others reach, a shared output_dir."""
 
 import hashlib
 import json
@@ -86,8 +85,7 @@ def agreement(environment: Environment, config: RunConfig) -> Iterator[None]:
 
 @contextmanager
 def saying_who_waits(environment: Environment) -> Iterator[None]:
-    """Prints a line if the `with` block, in which the processes meet, takes long. Raises UsageError for a port that is
-    taken, RunError if they do not meet."""
+    """Says if the processes take long to meet in the `with` block. Raises UsageError for a taken port, or RunError."""
     place = f"{environment.main_address}:{environment.main_port}"
     line = (
         f"process {environment.rank} waits for all {environment.world_size} at {place} (MASTER_ADDR, MASTER_PORT); "

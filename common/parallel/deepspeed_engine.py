@@ -23,8 +23,7 @@ AVERAGE = "average"  # a slot of the optimizer state, so that DeepSpeed gathers 
 
 
 class _NotByElement(TorchFunctionMode):
-    """Notes the names of functions that make anything but tensors of the same size from a shard. One tensor holds parts
-    of several weights there, and none whole."""
+    """Notes the functions that make something of another size from a shard, which has parts of several weights."""
 
     def __init__(self, sizes: Collection[int]):
         super().__init__()
@@ -41,8 +40,7 @@ class _NotByElement(TorchFunctionMode):
 
 
 class DeepSpeedEngine(Engine):
-    """Steps through DeepSpeed's engine. The engine holds the weights, averages gradients over processes and
-    micro-batches, and clips."""
+    """Steps through DeepSpeed's engine, which holds the weights, averages gradients and clips."""
 
     model: Any  # DeepSpeed's engine around the module, made by `prepare`
 
@@ -106,8 +104,7 @@ class DeepSpeedEngine(Engine):
         return self.model.get_global_grad_norm() if self.model.was_step_applied() else torch.inf, False
 
     def _watched_step(self, *args: Any, **named: Any) -> Any:
-        """The step of the optimizer, with its hooks. Raises UsageError if it begins to compute with a shard what only a
-        whole weight has, as a norm."""
+        """The optimizer's step, with hooks. Raises UsageError if it begins to take, say, the norm of a shard."""
         if not self._looks:
             return self._unwatched_step(*args, **named)
         with _NotByElement({flat.numel() for flat in self._updated_tensors()}) as found:
@@ -176,8 +173,7 @@ class DeepSpeedEngine(Engine):
         return [(flat, zero.optimizer.state[flat]) for flat in flats]
 
     def load_parts(self, reader: TensorReader) -> None:
-        """As `Engine.load_parts`, but also loads the weights: in bf16 the engine made its float32 copy from rounded
-        weights."""
+        """As `Engine.load_parts`, and the weights: in bf16 the engine made its float32 copy from rounded ones."""
         saved, found = self.saved_tensors(), optimizer_slots(reader)
         weights = {name: weight for name, weight in saved.items() if _is_trained(weight)}
         slots = {f"optimizer.{name}.{slot}": (weights[name], slot) for name in weights for slot in found.get(name, [])}

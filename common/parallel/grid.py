@@ -47,8 +47,7 @@ class Grid:
         )
 
     def _patient(self, mesh: "DeviceMesh") -> "DeviceMesh":
-        """The mesh; its groups wait as long as others do. Torch's default for NCCL, 10 minutes, would end a run before
-        the watchdog names a process."""
+        """The mesh; its groups wait as others do: after NCCL's 10 minutes no watchdog would have named a process."""
         for group in mesh.get_all_groups():
             dist.distributed_c10d._set_pg_timeout(collective_timeout(self.hang_timeout), group)
         return mesh

@@ -16,8 +16,7 @@ Hook = Callable[[Tensor], Tensor | None]
 
 
 def take_hooks(model: nn.Module, layout: Layout, fallback: str) -> dict[str, list[Hook]]:
-    """{name: hooks} of the weights of a model, which lose them. Raises UsageError for hooks that cannot see the same in
-    several processes."""
+    """{name: hooks} of a model's weights, which lose them. Raises UsageError for hooks that would see other values."""
     found: dict[str, list[Hook]] = {}
     for name, weight in model.named_parameters():
         with torch._C.DisableTorchFunctionSubclass():  # a weight on the disk stays there
@@ -68,8 +67,7 @@ def _register(weight: Tensor, functions: Sequence[Hook], factor: int) -> None:
 
 
 def _on_whole(function: Hook, factor: int, gradient: Any) -> Tensor | None:
-    """Calls a hook with a whole gradient, as large as in one process: where a wrapper takes the mean over processes,
-    that of each is `factor` times as large."""
+    """Calls a hook with a gradient as large as in one process: a wrapper's mean makes it `factor` times larger."""
     seen = gradient.full_tensor() if is_divided(gradient) else gradient
     seen = seen / factor if factor != 1 else seen
     result = function(seen)

@@ -121,8 +121,7 @@ class PipelineParallel(Strategy):
 
 
 class PipelineEngine(Engine):
-    """Steps through a pipeline, of a setup with a whole model and its cut. Only the process of its last stage has the
-    losses."""
+    """Steps through a pipeline, of a setup with a whole model and its cut. The last stage's process has the losses."""
 
     def __init__(self, setup: Setup, division: Division):
         plan, layout, mesh = setup.plan, setup.plan.layout, division.grid.mesh
@@ -329,8 +328,7 @@ class PipelineEngine(Engine):
         return found.bool().tolist()
 
     def _sum_over_stages(self) -> None:
-        """Sums the gradients of a weight that several stages hold, in the order of the processes: so that the copies
-        stay equal to the last bit."""
+        """Sums the gradients of weights that stages share, in the order of the processes: the copies stay equal."""
         used = [weight.grad is not None for weight in self._rare.values()]
         idle = {name for name, is_used in zip(self._rare, self._in_any(used, [self.group])) if not is_used}
         now = {name: weight.grad is not None for name, weight, _ in self._shared if name not in self._rare}

@@ -81,8 +81,7 @@ def its_cause() -> Iterator[None]:
 
 
 def _passing_stage() -> Any:
-    """The class of stages that know the shape of each micro-batch, and have room for what they receive only while they
-    need it. For torch 2.11, too."""
+    """Stages that know each micro-batch's shape, and keep what they receive while they need it. For torch 2.11, too."""
     from torch.distributed.pipelining import PipelineStage  # the import takes a second
 
     class PassingStage(PipelineStage):

@@ -86,8 +86,7 @@ class DividesSequences(Protocol):
 
 
 def divider_of(model: nn.Module, size: int) -> DividesSequences:
-    """What divides the sequences of a model, or of the one inside it. Raises UsageError if there is none, or if `size`
-    processes cannot share its tokens."""
+    """What divides the sequences of a model, or of one inside. Raises UsageError if `size` processes cannot."""
     found: list[Any] = [module.sequence_parallel for module in model.modules() if hasattr(module, "sequence_parallel")]
     if not found:
         raise UsageError(

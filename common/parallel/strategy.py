@@ -74,8 +74,7 @@ class Strategy:
         """Divides what this process runs of the model in place. Its weights may still be on the meta device."""
 
     def wrap(self, setup: Setup, division: "Division") -> Engine:
-        """Divides the model, and wraps it and the optimizer into what takes the steps. `check_trainable` has accepted
-        them."""
+        """Divides the model, which `check_trainable` has accepted; wraps it and the optimizer into an engine."""
         raise AssertionError(f"{self.name} wraps no model")
 
 

@@ -27,8 +27,7 @@ NUMBER = "number"  # of a derived plan: an attribute of a module, such as a numb
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a Linear, an Embedding or GPT-2's Conv1D, with the pass of its class, and a weight that
-    nothing computes."""
+    """Whether a module is a plain Linear, Embedding or Conv1D: with its class's pass, and a weight that is stored."""
     usual = isinstance(module, nn.Linear | nn.Embedding) or is_conv1d(module)
     dims = {name: weight.ndim for name, weight in module.named_parameters()}
     return usual and "forward" not in vars(module) and dims in ({"weight": 2}, {"weight": 2, "bias": 1})

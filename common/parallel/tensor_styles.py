@@ -155,8 +155,7 @@ def _replace_forward(
     weights: Change = local,
     adds_bias: bool = False,
 ) -> None:
-    """Changes what the pass of a module is given, what it returns, and the weights that it sees. With `adds_bias` the
-    bias is added to what it returns."""
+    """Changes a module's inputs, outputs and weights in its pass. `adds_bias`: adds the bias to the outputs."""
 
     def forward(*args: Any, **named: Any) -> Tensor:
         with other_weights(module, weights, without="bias" if adds_bias else ""):

@@ -114,8 +114,7 @@ class OutputDir:
         return done
 
     def set_aside(self, state: TrainState) -> None:
-        """Moves an earlier run's files that this run does not continue to a folder `previous/` beside each. Raises
-        OSError; then nothing has moved."""
+        """Moves files of an earlier run to `previous/` beside each. Raises OSError; then nothing has moved."""
         starts_anew = state.step == 0 or resumes_from_elsewhere(self.config)
         names = ("best", "model", "metrics.jsonl") if state.step == 0 else ()
         leftovers = [self.path / name for name in names if (self.path / name).exists()]
@@ -251,8 +250,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of each checkpoint that has its final name, the oldest first. Raises RunError for a folder that
-    cannot be read."""
+    """(step, folder) of each complete checkpoint, the oldest first. Raises RunError if the folder is unreadable."""
     folder = output_dir / "checkpoints"
     try:
         names = [path.name for path in folder.iterdir()]  # not glob, which hides errors

@@ -123,8 +123,7 @@ def put(rows: Values, index: int, num: int, values: Values) -> None:
 
 
 def widened(value: Tensor, sizes: Sequence[int]) -> Tensor:
-    """A tensor with these sizes of its last dimensions: -100 fills it up, as in labels of transformers; in booleans
-    False, and in unsigned integers 0."""
+    """A tensor padded to these last sizes: with -100, as labels of transformers; False; or 0 for unsigned integers."""
     missing = [each for new, old in zip(reversed(sizes), reversed(value.shape)) for each in (0, new - old)]
     return nn.functional.pad(value, missing, value=-100 if value.dtype.is_signed else 0)
 

@@ -101,8 +101,7 @@ class Engine:
     def _backward(
         self, number: int, micro_batches: Sequence[Batch], scale: Tensor
     ) -> tuple[list[Tensor], list[Values]]:
-        """Accumulates the gradient of scale × the sum of the losses. Returns these and the other metrics, for each
-        micro-batch, as in StepResult."""
+        """Accumulates the gradient of scale × the sum of the losses. Returns (losses, metrics) as in StepResult."""
         losses, metrics = list[Tensor](), list[Values]()
         for index, batch in enumerate(micro_batches):
             with self._sums_gradients(index == len(micro_batches) - 1):
@@ -119,8 +118,7 @@ class Engine:
         backward(gradient=scale.to(loss))  # loss * scale takes one operation more
 
     def _update(self, number: int, wants_norm: bool) -> tuple[Tensor | float | None, bool]:
-        """Clips and takes the step of the optimizer. Returns (the norm of the gradient, None if nobody asks; whether
-        the step was skipped), as in StepResult."""
+        """Clips and takes the optimizer's step. Returns (the gradient's norm, if asked; whether it was skipped)."""
         config, scaler = self.plan.config, self.accelerator.scaler
         weights, grad_norm = self._updated_tensors(), None
         if config.max_grad_norm or wants_norm:
@@ -195,8 +193,7 @@ class Engine:
     def _loss(
         self, number: int, index: int, batch: Batch, values: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The sum of weight × loss, 0-dim, and the other metrics of this process's micro-batch `index` in a step, from
-        the values of `forward_step`."""
+        """(the sum of weight × loss, 0-dim; the other metrics) of micro-batch `index`, from `forward_step`'s values."""
         if self.shares:
             share = self.shares[index]
             loss = weighted_sum(share.metrics["loss"], batch) + share.connection(values)
@@ -275,8 +272,7 @@ class Engine:
         return checkpoint_tensors(self.module)
 
     def shards(self) -> list[Shard]:
-        """This process's shards of `model.<name>`, `optimizer.<name>.<slot>` and, with `--ema_decay`,
-        `average.<name>`."""
+        """This process's shards of `model.<name>`, `optimizer.<name>.<slot>` and perhaps `average.<name>`."""
         averages = {} if self.ema is None else self.ema.averages
         shards: list[Shard] = []
         for name, tensor in self.saved_tensors().items():

@@ -18,8 +18,7 @@ FUSED_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 
 
 def choose_fused_kernels(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:
-    """Makes an optimizer of torch update all weights in one kernel, if torch 2.13 has one with the same result. Keeps
-    the recipe's choice, if it made one."""
+    """Lets torch's optimizers update all weights in one kernel with the same result, unless the recipe chose."""
     kind, options, groups = type(optimizer), optimizer.defaults, optimizer.param_groups
     weights = [weight for group in groups for weight in group["params"]]
     chosen = any(options.get(name) is not None for name in ("fused", "foreach"))
@@ -36,8 +35,7 @@ def choose_fused_kernels(accelerator: Accelerator, optimizer: torch.optim.Optimi
 
 
 def _fits_fused_kernels(weight: Tensor) -> bool:
-    """They ignore the strides of a weight with gaps. Those of the CPU go wrong with 16-bit weights: SGD by whole
-    updates from 16 elements on (torch 2.13)."""
+    """They ignore the strides of weights with gaps, and on a CPU go wrong with 16-bit weights (SGD, torch 2.13)."""
     has_gaps = torch.empty_like(weight, device="meta").stride() != weight.stride()
     return weight.is_floating_point() and not has_gaps and not (weight.is_cpu and weight.dtype in LOW_PRECISION)
 
@@ -101,8 +99,7 @@ def step_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor | float |
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:
-    """A step of an optimizer. Raises UsageError if it needs a closure or another argument, or gradients of another
-    kind."""
+    """A step of an optimizer. Raises UsageError if it needs a closure, or another kind of gradients."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     sparse = any(weight.grad is not None and weight.grad.is_sparse for weight in weights)
     if sparse and type(optimizer) is torch.optim.SGD:  # its fused kernel takes none

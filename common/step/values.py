@@ -116,8 +116,7 @@ def weighted_sum(loss: Tensor, batch: Batch) -> Tensor:
 
 
 def weighted_metrics(values: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-    """What `forward_step` returned beside the loss, without integers such as class ids, times the weights of the batch.
-    Sums wait until a record needs them."""
+    """The other values of `forward_step` times the weights of the batch, without integers such as class ids."""
     metrics = {name: value.detach() for name, value in values.items() if name != "loss" and is_metric(value)}
     return {name: value * batch["weight"] for name, value in metrics.items()} if "weight" in batch else metrics
 

@@ -17,8 +17,7 @@ Origin = tuple[TensorReader, str]  # what reads a weight, and its name there
 
 
 class WeightFiles(Mapping[str, Tensor]):
-    """The weights in safetensors files by their names, each a map of its file; also a `TensorReader`. `types` has their
-    types in the words of safetensors."""
+    """The weights in safetensors files by name, each a map of its file; a `TensorReader`. `types`: of safetensors."""
 
     def __init__(self, paths: Iterable[str | Path]):
         files = [safe_open(path, "pt") for path in paths]

@@ -129,8 +129,7 @@ def shards_of(name: str, tensor: Tensor, everybody: Sequence[int], of_first: boo
 
 
 def packs_of(tensor: Tensor) -> int:
-    """Of how many equal parts of a weight this process holds its share: 1, but for queries, keys and values in one
-    layer under tensor parallelism alone."""
+    """Into how many equal parts a weight is divided first: 1, but for joint queries, keys, values under TP alone."""
     if not is_divided(tensor) or len(tensor.placements) > 1:
         return 1
     return getattr(tensor.placements[0], "split_factor", 1)

@@ -38,8 +38,7 @@ def tokenizer_of_texts(name_or_path: str | None, texts: list[str]) -> tuple[Any,
 
 
 class ErrorRates:
-    """Word and character error rates, as jiwer counts them. `blank` is the token that stands for none in CTC. Raises
-    UsageError if jiwer is missing."""
+    """Word and character error rates, by jiwer. `blank`: CTC's token for none. Raises UsageError without jiwer."""
 
     def __init__(self, tokenizer: Any):
         try:

@@ -119,8 +119,7 @@ def with_chat_template(tokenizer: Any, model: PreTrainedModel) -> Any:
 
 
 def _end_answers(tokenizer: Any, model: PreTrainedModel) -> None:
-    """Adds the token that the template puts after an answer to those that end a generation: a special one, or one that
-    is the whole mark."""
+    """Lets the template's token after an answer end a generation: a special one, or one that is the whole mark."""
     plain = tokenizer_of(tokenizer)
     texts = ("a", ANSWER) if plain is tokenizer else ([{"type": "text", "text": text}] for text in ("a", ANSWER))
     chat = [{"role": role, "content": content} for role, content in zip(("user", "assistant"), texts)]

@@ -91,8 +91,7 @@ class Confusion:
         return {"balanced_accuracy": float((self.counts.diag() / sizes)[sizes > 0].mean())}
 
     def write(self, path: Path) -> None:
-        """Draws the counts, a row for each class and a column for each predicted one, darker for a larger share. Words
-        and numbers only if there is room."""
+        """Draws the counts: rows are classes, columns predicted ones, darker is more. Words if there is room."""
         if self.counts is None:  # a run that was already done
             return
         cell = max(2, min(24, 1600 // len(self.classes)))

@@ -12,8 +12,7 @@ FREQUENCIES = 16  # of the sine and cosine waves that stand for a time
 
 
 class Block(nn.Module):
-    """Attention of tokens of this width, and an MLP. The condition shifts and scales their inputs, and scales their
-    outputs, at first to zero."""
+    """Attention and an MLP. The condition shifts and scales their inputs, and scales their outputs, at first to 0."""
 
     def __init__(self, width: int, num_heads: int):
         super().__init__()

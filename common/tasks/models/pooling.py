@@ -32,8 +32,7 @@ class Pooling:
     settings: dict[str, Any]  # what else its file says
 
     def files(self, width: int, max_length: int) -> dict[str, Any]:
-        """{path: content} of what sentence-transformers reads, for vectors of `width` elements and texts of up to
-        `max_length` tokens."""
+        """{path: content} of sentence-transformers' files, for `width` elements and up to `max_length` tokens."""
         paths = {"Transformer": "", "Pooling": "1_Pooling"} | ({"Normalize": "2_Normalize"} if self.normalizes else {})
         modules = [
             {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}

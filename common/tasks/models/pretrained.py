@@ -175,8 +175,7 @@ def _undo_quantization(config: Any) -> dict[str, Any]:
 
 
 def _check_types(model: PreTrainedModel, folder: WeightFiles, dequantized: bool) -> None:
-    """Raises UsageError if numbers in the files need a scale that is missing or that nobody applied, or a loaded weight
-    is none of float32."""
+    """Raises UsageError for a scale that is missing or that nobody applied, or a loaded weight that is no float32."""
     names = sorted(folder.types)  # X.weight, X.weight_scale_inv
     for name, following in zip(names, [*names[1:], ""]):
         if dequantized and folder.types[name] in SCALED and not following.startswith(name):
@@ -256,8 +255,7 @@ def _left_on_disk(model: PreTrainedModel, folder: WeightFiles) -> bool:
 
 @contextmanager
 def runnable(model: PreTrainedModel) -> Iterator[None]:
-    """Makes a model run in evaluation, even if its weights are still on disk: with random weights, and only the first
-    few layers, one of each type among them."""
+    """Lets a model run in evaluation with weights on disk: random ones, and a few layers, one of each type."""
     training, cut = model.training, list[tuple[nn.ModuleList, Any]]()
     if on_disk(model):
         config = model.config.get_text_config()

@@ -145,8 +145,7 @@ def _conll_files(data: str) -> list[list[Place]]:
 
 
 def _sentences(place: Place, word_column: str, tag_column: str) -> Iterator[Sentence]:
-    """The sentences of a CoNLL file: a word a line, an empty line after each sentence, columns divided by tabs, or else
-    by white space. Raises UsageError."""
+    """The sentences of a CoNLL file: a word a line, an empty line after each; columns by tabs, or else white space."""
     with open_text(place, None) as file:
         lines = [line.rstrip("\n") for line in file]
     first = next((line for line in lines if line.strip() and line[0] != "#"), "")

@@ -161,8 +161,7 @@ def _text_files(data: str) -> list[list[Place]] | None:
 
 
 def _pieces(places: list[Place]) -> Iterator[str]:
-    """The text of files in pieces of about 100 kB, cut at line ends. A newline stands for each line end, and between
-    files. Raises UsageError."""
+    """The text of files in pieces of 100 kB, cut at line ends, with newlines for them and between files."""
     for place in places:
         with open_text(place, None) as file:
             piece = file.read(CHARACTERS_PER_PIECE) + file.readline(CHARACTERS_PER_LINE)

@@ -1,5 +1,4 @@
-"""Samples with classes: texts or images, each with one class, or with several; and the classes that the head of a
-pretrained model knows by name."""
+"""Samples with classes, one or several each; and the classes that a pretrained head knows by name."""
 
 import unicodedata
 from collections import Counter
@@ -84,8 +83,7 @@ def with_same_classes(data: str, parts: Sequence[Labelled], what: str) -> list[L
 
 
 def say_odd_classes(data: str, parts: Sequence[Labelled], what: str) -> None:
-    """Lines for what may be a mistake: classes that training lacks, that look alike, or that stand for none, in parts
-    with the same classes."""
+    """Says what may be a mistake: classes that training lacks, that look alike, or that stand for none."""
     classes = parts[0].classes
     trained, evaluated = ({classes[one] for one in flatten(part.labels)} for part in (parts[0], parts[-1]))
     alike: dict[Any, list[str]] = {}

@@ -1,5 +1,4 @@
-"""Images with a class each: in folders, perhaps below folders for training and evaluation, in parquet files, or on the
-Hub."""
+"""Images or recordings with classes: in folders, perhaps for training and evaluation; in tables, or on the Hub."""
 
 import os
 from collections.abc import Callable, Iterator

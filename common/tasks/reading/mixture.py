@@ -82,8 +82,7 @@ class Sources(Generic[Part]):
     def sets(
         self, train: Callable[[Part], Any] = lambda part: part, evaluation: Callable[[Part], Any] | None = None
     ) -> tuple[Any, Any]:
-        """(training set, evaluation set) of all sources, whose parts these functions make datasets; or the first alone
-        if there is no second."""
+        """(training set, evaluation set) of all sources, by functions for their parts: one for both, or two."""
         evaluation = evaluation or train
         if self.weights is None:
             return train(self.train), evaluation(self.evaluation)

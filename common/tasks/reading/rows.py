@@ -130,8 +130,7 @@ class Table:
 
 
 class TableColumn:
-    """A column of a `datasets.Dataset` as its files hold it. A row takes a sixth of the time of the dataset's own
-    way."""
+    """A column of a `datasets.Dataset` as its files hold it, six times as fast as by the dataset itself."""
 
     def __init__(self, table: Any, name: str):
         self.table, self.name = table.select_columns(name).with_format("arrow"), name
@@ -315,8 +314,7 @@ def _quoting_of_tabs(place: Place, first: str) -> Any:
 
 
 def _json_rows(place: Place, text: TextIO, halves: Counter[str]) -> Iterator[tuple[Row, str]]:
-    """(object, its text) of JSON lines, or of a JSON list. `halves` counts rows with half of a character, which is no
-    text: they get a replacement character."""
+    """(object, its text) of JSON lines or a JSON list. `halves` counts rows with half a character (replaced)."""
     number = 0
     try:
         for line in text:

@@ -55,8 +55,7 @@ def packing_of(place: Place) -> str:
 
 @contextmanager
 def open_bytes(place: Place) -> Iterator[io.BufferedReader]:
-    """The bytes of a file, unpacked if its name says that it is packed. Raises UsageError, also from the body of
-    `with`, if the file cannot be read."""
+    """A file's bytes, unpacked if its name says so. Raises UsageError, also in the block, if it is unreadable."""
     packing = packing_of(place)
     try:
         if isinstance(place, Path):
