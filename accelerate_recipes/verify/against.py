@@ -19,9 +19,8 @@ from accelerate_recipes.verify.watch import watch
 
 
 def record(script: Path, flags: list[str], steps: int, file: Path, accelerate: bool, as_json: bool) -> int:
-    """Writes the first steps of one process into a file, as JSON, with how far rounding moves them. Takes what is given
-    to the command, and returns its exit code. Raises UsageError if the script does not run, or the file cannot be
-    written."""
+    """Writes the first steps of one process into a file, as JSON, with how far rounding moves them. Returns the exit
+    code. Raises UsageError if the script does not run, or the file cannot be written."""
     check_new_file(file, "--record")
     with TemporaryDirectory(prefix="verify_") as scratch:
         moved = None

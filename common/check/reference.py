@@ -141,8 +141,7 @@ def gradients_of(
     weights: Callable[[], Iterable[tuple[str, Tensor]]],
     keep: Callable[[Tensor], Any] = lambda gradient: gradient,
 ) -> Iterator[dict[str, Any]]:
-    """{name: what `keep` makes of the gradient that the optimizer gets in the `with` block}, of these weights; empty
-    under ZeRO."""
+    """{weight: what `keep` makes of the gradient that the optimizer gets in the `with` block}; empty under ZeRO."""
     gradients = dict[str, Any]()
 
     def note(*args: Any) -> None:

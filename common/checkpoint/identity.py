@@ -118,9 +118,8 @@ def _some(drawn: Sequence[int], number: int) -> list[int]:
 
 
 def _facts(dataset: MapDataset, ids: list[int], config: RunConfig) -> Facts:
-    """What these samples are. Generators are afterwards as before. What cannot be read has no facts: the step that
-    needs it says why. A resumed run reads twice, and leaves out what then is something else, such as random numbers
-    that nobody seeds."""
+    """What these samples are. Keeps the generators. What cannot be read has no facts: the step that needs it says why.
+    A resumed run reads twice, and leaves out what differs then, such as random numbers that nobody seeds."""
     with restore_generators(CPU):
         facts = dict(_read(dataset, ids, config))
         if config.resume_from_checkpoint is not None:

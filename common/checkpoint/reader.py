@@ -50,9 +50,8 @@ class Reader:
 
     @classmethod
     def open_verified(cls, folder: Path, group: CpuGroup) -> "Reader":
-        """Opens a checkpoint and verifies it. Each process reads its share of the files. In all processes, raises
-        DamagedError if a file was altered or is missing, RunError if one cannot be read, or a run has just removed the
-        checkpoint."""
+        """Opens and verifies a checkpoint; each process reads its share of the files. In all processes, raises
+        DamagedError if a file was altered or is missing, RunError if one is unreadable, or was just removed."""
         reader, problem = None, None
         try:
             reader = cls(folder)

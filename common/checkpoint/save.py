@@ -86,9 +86,8 @@ class Saver:
             raise RunError(f"{error}: accelerate-recipes export {path} NEW_FOLDER makes the model") from None
 
     def save(self, state: TrainState, unrecorded: RunningSums) -> None:
-        """Writes `checkpoints/step_<steps taken>`. Then a thread removes the oldest beyond `--keep_checkpoints`. If a
-        save fails, it prints one line, and the run continues. Raises UsageError if the optimizer keeps something that a
-        checkpoint does not hold."""
+        """Writes `checkpoints/step_<steps taken>`; then a thread removes the oldest beyond `--keep_checkpoints`. If it
+        fails, a line says so, and the run continues. Raises UsageError for optimizer state that does not fit."""
         self.finish()
         self._engine.numbers.check_complete()
         held, layout = self._engine.shards(), self._engine.plan.layout

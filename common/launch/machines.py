@@ -32,9 +32,8 @@ OF_ONE_MACHINE = ("ACCELERATE_TORCH_DEVICE", "ACCELERATE_RECIPES_DATA", CODE_FIL
 
 
 def _choose_interface(machines: list[dict[str, Any]], environment: Environment) -> None:
-    """Sets gloo's network interface, unless the user chose one: the interface towards machine 0, or on machine 0
-    towards machine 1. By default gloo takes the address of the host name, often 127.0.1.1, which no other machine can
-    reach."""
+    """Sets gloo's network interface, unless the user did: that towards machine 0, or on machine 0 towards machine 1.
+    By default gloo takes the address of the host name, often 127.0.1.1, which no other machine can reach."""
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
     address, rank = machines[1]["address"], environment.machine_rank

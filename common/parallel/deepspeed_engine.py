@@ -153,9 +153,8 @@ class DeepSpeedEngine(Engine):
         return shards
 
     def _link_states(self) -> None:
-        """Links the optimizer state, with the averages as a slot of it, to the weights. ZeRO-1 and 2 do so in their
-        first step, after the first parameter group: the other groups have no state yet and stay without a link
-        (DeepSpeed 0.19)."""
+        """Links the optimizer state, with the averages as a slot of it, to the weights. ZeRO-1 and 2 (0.19) do so after
+        the first parameter group of their first step: the others have no state yet, and stay without a link."""
         zero = self.model.optimizer
         if self.ema is not None:
             for flat, state in self._flat_states():

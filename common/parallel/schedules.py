@@ -130,9 +130,8 @@ def _passing_stage() -> Any:
 def make_steps(
     schedule: Schedule, size: int, roots: Mapping[int, nn.Module], device: torch.device, group: Any
 ) -> Callable[[Sequence[Shape], Before], None]:
-    """A function that takes the forward and backward passes of a step through the stages of a pipeline of `size`
-    processes. It gets shape and type of the hidden states of each micro-batch, and what is called before each pass.
-    `roots`: {stage: module that runs it}, of this process."""
+    """A function that takes a step's passes through the stages of a pipeline of `size` processes. It gets the shape and
+    type of each micro-batch's hidden states, and what is called before each pass. `roots`: {stage: module} here."""
     from torch.distributed import pipelining
 
     # Torch would take a whole step more to find a shape, and let it be the only one.

@@ -77,9 +77,8 @@ def places_of(model: nn.Module, classes: Container[str]) -> dict[nn.Parameter, s
 
 
 def ends_of(model: nn.Module, layers: Sequence[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
-    """(the input embedding, the last norm and the head) of a model of transformers, which FSDP gathers by themselves:
-    large embeddings are then not held for the whole step. None of those that are in layers; none at all if what is
-    outside layers shares a weight, as tied embeddings do."""
+    """(the input embedding, the last norm and the head) of a model of transformers, outside of layers. FSDP gathers
+    them by themselves, so that none is held for the whole step; none if they share a weight, as tied embeddings do."""
     inside = {module for layer in layers for module in layer.modules()}
     outside = [module for module in model.modules() if module not in inside]
     weights = [weight for module in outside for weight in module.parameters(recurse=False)]

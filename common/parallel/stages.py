@@ -140,9 +140,8 @@ class Stage(nn.Module):
                 module._of_another_stage = not any(True for _ in module.parameters())  # type: ignore[assignment]
 
     def forward(self, received: Tensor) -> Any:
-        """What `run` returns for the model, in the last stage; in others the hidden states with which the pass leaves
-        this stage. `received` are those with which it enters; the first stage needs none. Raises UsageError if the pass
-        needs more."""
+        """What `run` returns, in the last stage; in others the hidden states with which the pass leaves this stage.
+        `received` are those with which it enters, but the first. Raises UsageError if the pass needs more."""
         self._received, self._num_given, self._has_gradients = received, 0, torch.is_grad_enabled()
         Stage.running = self
         with in_front(bool(self._before)):

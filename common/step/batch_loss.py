@@ -110,9 +110,8 @@ def first_pass(
 
 
 def put(rows: Values, index: int, num: int, values: Values) -> None:
-    """Makes these values row `index` of `rows`, of shape (num, ...). The first call makes the room: small tensors that
-    outlive each pass would lie between the activations of the next ones, and its memory would grow. Predictions may
-    have other sizes in each pass."""
+    """Makes these values row `index` of `rows`, of shape (num, ...). The first call makes the room, or small tensors
+    would lie between the activations of later passes. Predictions may have other sizes in each pass."""
     for name, value in values.items():
         if name not in rows:
             rows[name] = value.new_empty((num, *value.shape))

@@ -207,9 +207,8 @@ class Engine:
         seed_forward(self.plan.config.seed, number, self.row, self.accelerator.device)
 
     def _sums_gradients(self, is_last: bool) -> AbstractContextManager[None]:
-        """The context of a micro-batch's passes: after the last one of a step, gradients are summed over the replicas
-        of the model. FSDP2 sums those of each micro-batch over its shards: otherwise every process would hold the
-        gradients of the whole model."""
+        """The context of a micro-batch's passes: after the last one of a step, gradients are summed over the replicas.
+        FSDP2 sums over its shards each time, or a process would hold the gradients of the whole model."""
         if sum_over_replicas := getattr(self.model, "set_requires_all_reduce", None):  # of FSDP2
             sum_over_replicas(is_last)
             return nullcontext()

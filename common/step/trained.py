@@ -75,9 +75,8 @@ class Trained:
         )
 
     def say(self, step: int) -> dict[str, list[str]]:
-        """Once, after enough steps, prints a line for the weights whose gradient was zero whenever it was looked at,
-        and one for those that have a gradient and that no step has moved. To be called at each record: a collective.
-        Returns their names, for the run card."""
+        """At each record, a collective. Once, after enough steps, prints a line for weights whose gradient was always
+        zero, and one for those that no step has moved despite a gradient. Returns their names, for the run card."""
         since, before = self._first_record or (step, self._bits)
         if self._is_over or step - since < LEAST_STEPS:
             return {}

@@ -34,9 +34,8 @@ class Recording(NamedTuple):
 
 @dataclass(eq=False, repr=False)
 class Recordings(Dataset):
-    """Samples {name of the model's input: float32 of shape (samples,) or (frames, features); "frames": int, those of
-    the logits; "text": int64 of shape (tokens,), or "label": int}. Raises UsageError for a recording that is
-    too short for the model or for its text."""
+    """Samples {the model's input: float32 of shape (samples,) or (frames, features); "frames": int, of the logits;
+    "text": int64 of shape (tokens,), or "label": int}. Raises UsageError for a recording too short for its text."""
 
     source: Labelled  # of `Recording`s; labels are texts if there is a tokenizer
     model: Any  # of transformers, which says how many frames it makes

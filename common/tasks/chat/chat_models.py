@@ -98,9 +98,8 @@ def load_teacher(path: str, config: ChatFlags, tokenizer: Any, accelerator: Acce
 
 
 def with_chat_template(tokenizer: Any, model: PreTrainedModel) -> Any:
-    """Gives a model's tokenizer a plain chat template if it has none, and says so. Tells the model which token ends an
-    answer. Raises UsageError if the tokenizer cannot tell the place of its tokens in a text, or a processor has no
-    template."""
+    """Gives a tokenizer without a chat template a plain one, and says so. Tells the model which token ends an answer.
+    Raises UsageError if the tokenizer does not know the places of its tokens, or a processor has no template."""
     plain = tokenizer_of(tokenizer)
     if not getattr(plain, "is_fast", False):
         raise UsageError(
@@ -139,9 +138,8 @@ def _end_answers(tokenizer: Any, model: PreTrainedModel) -> None:
 
 
 def write_merged(config: ChatFlags, tokenizer: Any, kind: Any) -> None:
-    """Adds the adapters that this run has exported to the weights of their base, a model of this kind, and writes
-    <output_dir>/merged as a run that trains all weights writes its model. If the base brings code, this run has run
-    it."""
+    """Adds the exported adapters to the weights of their base, a model of this kind, and writes <output_dir>/merged as
+    a run that trains all weights writes its model. If the base brings code, this run has run it."""
     from peft import PeftConfig, PeftModel
 
     adapters = str(config.output_dir / "model")
@@ -154,9 +152,8 @@ def write_merged(config: ChatFlags, tokenizer: Any, kind: Any) -> None:
 
 
 def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
-    """Switches off dropout in a model, so that it computes in training what it computes in evaluation; its config.json
-    keeps the probabilities. Not by `eval`: then it would not recompute activations. Raises UsageError if the model
-    draws random numbers in another way, too."""
+    """Switches off dropout in training; config.json keeps the probabilities. Not by `eval`, which would not recompute
+    activations. Raises UsageError if the model draws random numbers in another way, too."""
     switch_off_dropout(model)
     tokens = torch.arange(8).remainder(model.get_input_embeddings().num_embeddings).unsqueeze(0)
     with runnable(model), torch.no_grad(), restore_generators(CPU):

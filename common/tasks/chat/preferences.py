@@ -123,9 +123,8 @@ def log_probabilities(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
 def weights_of_losses(
     text: str, known: Collection[str], smoothed: Collection[str], smoothing: float
 ) -> dict[str, float]:
-    """{name of a known loss: weight} of `--loss`, such as dpo, or dpo:0.8,hinge:0.2; a weight that is not there is 1.
-    Raises UsageError for another name, a name twice, a weight that is no number above 0, or if none of them takes a
-    smoothing."""
+    """{loss: weight} of `--loss`, such as dpo, or dpo:0.8,hinge:0.2; 1 without a weight. Raises UsageError for another
+    name, a name twice, a weight that is no number above 0, or smoothing that no loss takes."""
     pairs = [word.strip().partition(":") for word in text.split(",")]
     try:
         found = {name: float(weight) if colon else 1.0 for name, colon, weight in pairs}

@@ -137,9 +137,8 @@ def _may_have_an_answer(messages: Any) -> bool:
 
 
 def with_parts(messages: Any, images: list[Any]) -> tuple[Messages, list[Any]]:
-    """(messages whose contents are lists of parts, their images in order). If no message says where the images of the
-    column stand, they come before the first question. Raises UsageError for no messages, or another number of images
-    than the messages have places for."""
+    """(messages whose contents are lists of parts, their images in order). Images without a place in a message come
+    before the first question. Raises UsageError for no messages, or another number of images than of places."""
     messages = as_messages(messages)
     contents = [_content(one) for one in messages]
     if not any(_is_image(part) for content in contents for part in content):

@@ -182,9 +182,8 @@ def with_losses(
 
 
 def with_logits(model: PreTrainedModel) -> PreTrainedModel:
-    """Makes a causal model's forward return logits: forward(tokens, places), int64 of shape (batch, context) and
-    (batch, number), returns those at the places, shape (batch, number, vocabulary); at place -1, those at place 0. The
-    rest is as with `with_losses`."""
+    """Like `with_losses`, but a forward pass returns logits: (tokens (batch, context), places (batch, number)), both
+    int64 -> those at the places, shape (batch, number, vocabulary); at place -1, those at place 0."""
 
     def forward(self: PreTrainedModel, tokens: Tensor, places: Tensor) -> Tensor:
         logits: Tensor = type(self).forward(self, input_ids=tokens, use_cache=False).logits
@@ -236,9 +235,8 @@ def _of_labels(logits: Tensor, labels: Tensor, measures: bool) -> Tensor:
 
 
 def find_trained_places(labels: Tensor) -> Tensor:
-    """The places of labels that are not `IGNORED`, and -1 until their number is a multiple of 16: so there are some in
-    each sample, and shapes vary less. The labels of a sample, shape (context,), are on the CPU: on a GPU, their number
-    would be waited for."""
+    """The places of labels that are not `IGNORED`, and -1 until their number is a multiple of 16: there are some, and
+    shapes vary less. The labels of a sample, shape (context,), are on the CPU: a GPU would be waited for."""
     places = [place for place, label in enumerate(labels.tolist()) if label != IGNORED]
     return torch.tensor(places + [-1] * (16 - len(places) % 16))
 

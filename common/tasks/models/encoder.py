@@ -144,9 +144,8 @@ def freeze_key_biases(model: nn.Module) -> None:
 
 @torch.no_grad()
 def pad_texts(model: PreTrainedModel, tokenizer: Any) -> Padding:
-    """A `collate_fn` for texts, with padding that changes no value of a text: on the right, with the token of the
-    tokenizer or that for which the head looks; or on the left, as for XLNet, whose head reads the last position. A line
-    says it if it changes values in any case."""
+    """A `collate_fn` for texts, with padding that changes no value: on the right, with the token for which the head
+    looks; or on the left, as for XLNet, whose head reads the last position. A line says if it changes values anyhow."""
     tokens = torch.tensor([tokenizer("a a")["input_ids"]])
     usual = tokenizer.pad_token_id
 

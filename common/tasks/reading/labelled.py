@@ -163,9 +163,8 @@ def classes_of_model(name_or_path: str, classes: list[str]) -> tuple[list[str], 
 
 
 def with_classes(read: Callable[..., Any], name_or_path: str, classes: list[str]) -> Any:
-    """Loads a pretrained classifier for the classes of the data: `read` takes options for `from_pretrained`, and
-    returns the model first. Returns what it returned; `names_of(model.config)` has the order of the classes
-    afterwards."""
+    """Loads a pretrained classifier for the classes of the data by `read`, which takes options of `from_pretrained` and
+    returns the model first. Then `names_of(model.config)` has the order of the classes."""
     order, is_new = classes_of_model(name_or_path, classes)
     found = read(**config_of_classes(order))
     if is_new:

@@ -213,9 +213,8 @@ def text_of_cell(value: Any, kind: Any = None) -> str | None:  # noqa: PLR0911 -
 
 
 def table_of(data: str, places: Sequence[Place], max_rows: int | None, kinds: dict[str, Any]) -> Table:
-    """The rows of CSV, TSV or JSON files, one file after another, up to `max_rows`: small ones in memory, others on
-    disk. `data` is for messages; `kinds` has {column: its type in `datasets`}, if they are declared. Raises UsageError
-    for a file that cannot be read, or without rows."""
+    """The rows of CSV, TSV or JSON files, up to `max_rows`: small ones in memory, others on disk. `data`: for messages;
+    `kinds`: {column: its declared type in `datasets`}. Raises UsageError for an unreadable file, or no rows."""
     local = [place for place in places if isinstance(place, Path)]
     stats = [place.stat() for place in local]
     sizes = [stat.st_size * (UNPACKED if packing_of(place) else 1) for place, stat in zip(local, stats)]
@@ -285,9 +284,8 @@ def _csv_rows(place: Place, text: TextIO) -> Iterator[Row]:
 
 
 def _quoting_of_tabs(place: Place, first: str) -> Any:
-    """Whether quotes are text, as text/tab-separated-values says; or CSV's, which many programs write there: if more
-    rows have a cell for each name then, or as many, and the header is in quotes or quotes are doubled. A line says what
-    is assumed, if it matters."""
+    """Whether quotes are text, as in text/tab-separated-values; or CSV's: if no fewer rows have a cell for each name
+    then, and the header is in quotes or quotes are doubled. A line says what is assumed, if it matters."""
     fits, sizes, begins, doubled = list[tuple[int, int]](), list[int](), False, False
     for quoting in (csv.QUOTE_NONE, csv.QUOTE_MINIMAL):
         with open_text(place, "", says_encoding=False) as text, suppress(csv.Error):

@@ -210,9 +210,8 @@ def files_of_folder(data: str, folder: Path, kinds: dict[str, str], advice: str)
 
 
 def walk(folder: Path, twice: bool = False) -> tuple[list[str], LeftOut]:
-    """(the files in a folder and below, in the order of their names, each with its path from there; what is left out).
-    `twice` reads a folder again to which a link leads, unless it is above the link. Raises UsageError for a folder that
-    cannot be read."""
+    """(the files in and below a folder, by name, with their paths from there; what is left out). `twice`: also reads a
+    folder again to which a link leads, unless it is above. Raises UsageError for an unreadable folder."""
     files, left_out = list[str](), LeftOut()
 
     def visit(below: str, known: set[tuple[int, int]]) -> None:

@@ -102,9 +102,8 @@ def erase(pixels: Tensor) -> Tensor:
 
 
 def mix(pixels: Tensor, other: Tensor, mixup: float, cutmix: float) -> tuple[Tensor, float]:
-    """(image, share of the first) of two images of shape (3, height, width): their mean (Zhang et al. 2018), or one
-    with a rectangle of the other (Yun et al. 2019). The share is of a beta distribution with the parameter of the flag;
-    with both, one of them, by chance."""
+    """(image, share of the first) of two images (3, height, width): mixed (Zhang et al. 2018), or with a rectangle of
+    the other (Yun et al. 2019); with both flags, one by chance. The share has a beta distribution."""
     cuts = random.random() < 0.5 if mixup and cutmix else bool(cutmix)
     alpha = cutmix if cuts else mixup
     share = random.betavariate(alpha, alpha)

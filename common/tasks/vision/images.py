@@ -209,9 +209,8 @@ class ImageFormat:
 
 
 def read_image(path: str | Path, form: ImageFormat) -> torch.Tensor:
-    """An image in the shape of the training images: float32 of shape (channels, height, width) in [0, 1], scaled, and
-    cut to their proportions around the middle. Dark on light becomes light on dark if they are so, or the reverse.
-    Raises UsageError for no image."""
+    """An image in the shape of the training images: float32 (channels, height, width) in [0, 1], scaled and cropped
+    around the middle. Dark on light becomes light on dark if they are so, or the reverse. Raises UsageError."""
     channels, height, width = form.image_shape
     image = Opener()(str(local_path(str(path))), str(path)).convert("L" if channels == 1 else "RGB")
     if image.size != (width, height):
