@@ -101,9 +101,9 @@ class _Chunks:
 class Replica(DistributedDataParallel):
     """Holds and sends what DDP does. DDP's own code, in C++, reads addresses, which fake tensors do not have."""
 
-    def __init__(self, module: nn.Module, *_: Any, **__: Any):
+    def __init__(self, module: nn.Module, *_: Any, find_unused_parameters: bool = False, **__: Any):
         nn.Module.__init__(self)
-        self.module, self.sends = module, True
+        self.module, self.sends, self.find_unused_parameters = module, True, find_unused_parameters
         self._buckets: list[list[nn.Parameter]] = []
         size = BUCKET
         for weight in reversed(list(module.parameters())):  # about the order in which gradients are ready
