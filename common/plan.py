@@ -96,8 +96,7 @@ class Plan:
         schedule: ScheduleFn | None = None,
         sampler: Sampler | None = None,
     ) -> "Plan":
-        """Computes the plan. Raises UsageError if sizes do not divide, if the training set is smaller than a batch, or
-        if the sampler does not return sample ids."""
+        """Raises UsageError if sizes do not divide, there is less than a batch, or the sampler returns no ids."""
         length = num_samples if sampler is None else _length(sampler, config.seed, num_samples)
         micro_batch_size, accumulation = split_batch(config, layout)
         steps_per_epoch = length // config.batch_size

@@ -45,8 +45,7 @@ def weights_on_meta(size: Path) -> Iterator[None]:
 
 @contextmanager
 def processes(number: int, rank: int) -> Iterator[None]:
-    """Any process group in the `with` block has `number` processes, of which this is `rank`; nothing is sent. Models
-    stay where they are."""
+    """In the `with` block process groups have `number` processes and this is `rank`; models stay, nothing is sent."""
     from torch.distributed import _meta_registrations, device_mesh
     from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param
     from torch.testing._internal.distributed.fake_pg import FakeStore

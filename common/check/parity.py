@@ -257,8 +257,7 @@ class ParityCheck:
         raise UsageError(self.group.broadcast(ends))
 
     def _weight_gaps(self, number: int) -> tuple[dict[Key, Gap], dict[str, float]]:
-        """(the differences of the weights from those of one process, {name: size of its update}); empty in the other
-        processes. A collective."""
+        """A collective: (how weights differ from one process's, {name: size of its update}) in the main process."""
         reference, gaps, updates = self._reference, dict[Key, Gap](), dict[str, float]()
         after, before = ({}, {}) if reference is None else (reference.steps[number].weights, reference.initial)
         for name, weight in self.engine.each_whole():

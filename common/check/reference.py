@@ -112,8 +112,7 @@ class ReferenceRun:
 
 
 def _ending_in_time(setup: Setup, num_passes: int) -> Setup:
-    """The setup of an engine whose passes raise NotChecked if the rest would end after the deadline. `num_passes`: for
-    gradients; the first one may be slow by itself."""
+    """A setup whose passes raise NotChecked if `num_passes`, of which the first may be slow, would end too late."""
     longest = min(MAX_SECONDS, setup.plan.config.hang_timeout / 2 or MAX_SECONDS)
     values_of, num_done, fastest = as_numbered_step(setup.forward_step), 0, math.inf
     started = last = time.monotonic()

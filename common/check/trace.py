@@ -54,8 +54,7 @@ class Observer:
     def step(
         self, engine: Engine, number: int, micro_batches: Sequence[Batch], evaluates: bool, modules: ModuleTrace | None
     ) -> tuple[Step, StepResult]:
-        """Takes a step with the engine. With `evaluates`, also records the evaluation of the first micro-batch;
-        with `modules`, the output of each module."""
+        """Takes a step. Records the first micro-batch's evaluation (`evaluates`), the modules' outputs (`modules`)."""
         own, plan = Step(modules=modules or ModuleTrace()), engine.plan
         own.ids = {plan.row(index): ids.tolist() for index, ids in enumerate(plan.own_samples(number))}
         with ExitStack() as hooks:

@@ -44,8 +44,7 @@ class Checkpoint:
         return TrainState() if self.reader is None else TrainState(**self.reader.content["state"])
 
     def load_weights(self, model: nn.Module) -> None:
-        """Loads the weights into the bare module, before `prepare`; weights that are on disk are now those of the
-        checkpoint. Raises UsageError if the model differs."""
+        """Loads the weights into the bare module, before `prepare`; or leaves them on disk. Raises UsageError."""
         if (reader := self.reader) is None:
             return
         saved = {name: tensor["shape"] for name, tensor in reader.tensors.items() if name.startswith("model.")}

@@ -90,8 +90,7 @@ def check_trainable(setup: Setup) -> Setup:
 
 
 def with_plans(setup: Setup) -> Setup:
-    """The setup, with how the strategies of the layout will divide the model. To be called in all processes: the main
-    process finds it. Raises UsageError if they cannot."""
+    """A collective: the setup, with how the layout divides the model, as the main process finds. Raises UsageError."""
     layout = setup.plan.layout
     plans = {each.name: each.plan for each in strategies_of(layout) if type(each).plan is not Strategy.plan}
     if not plans:

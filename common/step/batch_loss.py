@@ -1,5 +1,4 @@
-"""A loss that compares the samples of the global batch: two passes per step, as in GradCache (Gao et al. 2021), so that
-activations take the memory of one micro-batch."""
+"""A loss that compares the samples of the global batch, in two passes per step: GradCache (Gao et al. 2021)."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -128,6 +127,5 @@ def widened(value: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def gather(accelerator: Accelerator, layout: Layout, rows: Tensor) -> Tensor:
-    """The values of all data-parallel ranks in the order of the samples, of shape (samples, ...). `rows`: those of this
-    process, of shape (micro-batches, micro_batch, ...)."""
+    """The values of all samples in their order: (samples, ...). `rows`: own ones, (micro-batches, micro_batch, ...)."""
     return accelerator.gather(rows[None])[:: layout.model_parallel_size].transpose(0, 1).flatten(0, 2)

@@ -149,8 +149,7 @@ def _ranks(mesh: "DeviceMesh") -> Tensor:
 
 
 def _place(tensor: "DTensor") -> tuple[list[int | None], Sequence[int]]:
-    """For each dimension of the mesh, the dimension of the tensor that it divides, or None if it repeats the tensor;
-    and this process's coordinate in the mesh."""
+    """(for each dimension of the mesh the tensor's dimension that it divides, or None; this process's coordinate)."""
     placements: Sequence[Any] = tensor.placements
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None

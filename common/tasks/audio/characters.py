@@ -18,8 +18,7 @@ SPECIAL = ["[PAD]", "[UNK]", "|"]  # the first is the blank of CTC, the last one
 
 
 def tokenizer_of_texts(name_or_path: str | None, texts: list[str]) -> tuple[Any, bool]:
-    """(the tokenizer of a model if it knows all characters of these texts, or one whose tokens they are; whether it is
-    new). A line says why the model's is not taken."""
+    """(a model's tokenizer if it knows all characters of these texts, or a new one for them; whether it is new)."""
     known, characters = None, sorted({*"".join(texts)} - {" ", "|"})
     if name_or_path is not None:
         with suppress(Exception):  # a model that was only pretrained has none

@@ -174,8 +174,7 @@ def holds_images(kind: Any) -> bool:
 
 
 def rows_with_text(table: Table, *columns: str, beside: Sequence[Any] | None = None) -> list[tuple[Any, ...]]:
-    """The texts in these columns of each row, and what stands `beside` it. A row without one is left out, and a line
-    counts them. Raises UsageError like `Table.texts`."""
+    """The texts in these columns of each row, and what stands `beside` it. A line counts rows without, left out."""
     rows = list(zip(*map(table.texts, columns)))
     empty = {number for number, row in enumerate(rows) if not all(text and text.strip() for text in row)}
     if empty:
