@@ -127,8 +127,8 @@ def build(config: Config, parts: list[Labelled]) -> tuple[Any, Any, Any]:
         options |= {"feat_extract_norm": "layer", "do_stable_layer_norm": True, "num_conv_pos_embedding_groups": 4}
         model = kind.from_config(transformers.Wav2Vec2Config(**options))
         extractor = transformers.Wav2Vec2FeatureExtractor(sampling_rate=rate, return_attention_mask=True)
-    if getattr(model.config, "feat_extract_norm", "") == "group" and config.micro_batch_size != 1:
-        raise UsageError(f"--model_name_or_path {path}: padding changes its result: use --micro_batch_size 1")
+    if config.micro_batch_size != 1:
+        recordings.check_padding(model, extractor)
     switch_off_dropout(model)  # SpecAugment, too
     freeze_key_biases(model)
     return model, extractor, tokenizer

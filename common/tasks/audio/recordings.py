@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import Dataset, Subset
 
+from ...data.collate import pad_to_longest
 from ...data.facts import count_by_class, say
 from ...errors import UsageError, first_line
+from ...weights.on_disk import with_full_weights
 from ..reading.labelled import Labelled, say_odd_classes, with_same_classes
 from ..reading.labelled_images import ImageFiles, Media, read_folder
 from ..reading.sources import hold_out, is_saved, load_tables
@@ -61,6 +63,23 @@ class Recordings(Dataset):
                 f"text or class needs {needed}: correct the text or remove the recording"
             )
         return {name: values, "frames": frames} | target
+
+
+@torch.no_grad()
+def check_padding(model: Any, extractor: Any) -> None:
+    """Raises UsageError if padding changes what a model makes of a recording, as a mean over all of its frames does."""
+    name, rate = extractor.model_input_names[0], extractor.sampling_rate
+    noise = torch.randn(2 * rate, generator=torch.Generator().manual_seed(0)).numpy()
+    short, long = (
+        extractor(noise[:size], sampling_rate=rate, return_tensors="pt")[name][0] for size in (rate, 2 * rate)
+    )
+    collate = pad_to_longest()
+    with with_full_weights(model.eval()):
+        alone, both = (model(**collate([{name: each} for each in batch])).logits for batch in ([short], [short, long]))
+    if not torch.allclose(alone[0], both[0, : alone.shape[1]], 1e-3, 1e-5):
+        raise UsageError(
+            f"{type(model).__name__}: padding changes its result: use --micro_batch_size 1, or another model"
+        )
 
 
 def resample(recording: Recording, rate: int) -> Any:
