@@ -70,8 +70,7 @@ def refusals(question: list[Any], *arguments: Any, **options: Any) -> Answer:
 
 
 def of_any_size(*arguments: Any, **options: Any) -> "Setup":
-    """What the arguments of `fit` describe, with steps of one sample: a launched layout may divide another batch than
-    one process. Raises UsageError for what no layout can train."""
+    """What `fit` is given, with steps of one sample: any layout divides it. Raises UsageError if none trains it."""
     from accelerate_recipes.common.step.checks import check_given
     from accelerate_recipes.common.step.lazy import with_sizes
     from accelerate_recipes.common.step.setup import Setup

@@ -76,8 +76,7 @@ class Config:
         return self.is_local and self.kind not in ("XLA", "MEGATRON_LM", "") and not self.section("mpirun_config")
 
     def section(self, name: str, kind: str | None = None) -> dict[str, Any]:
-        """A section of the file, with the prefixes that Accelerate adds; empty if there is none, or if the
-        distributed_type is not `kind`. "": the top."""
+        """A section ("": the top) with Accelerate's prefixes; empty if it is missing, or for another kind of run."""
         given = None if kind not in (None, self.kind) else self.values.get(name) if name else self.values
         return {_full(name, key): given[key] for key in given} if isinstance(given, dict) else {}
 

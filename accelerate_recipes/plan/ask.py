@@ -35,8 +35,7 @@ class Case:
     kind: int | None = None  # the first case of its kind that fits is enough; None: an answer is needed
 
     def write(self, folder: Path) -> tuple[Path, dict[str, int]]:
-        """(a config file for this case, what it has other than the file given, beside the number of processes). Raises
-        UsageError if the file given is none, or the processes do not divide."""
+        """(a config file for this case, what it changes beside the number of processes). Raises UsageError."""
         content = mapping_in(self.config)
         number = self.num_processes or content.get("num_processes") or 1
         machines = self.num_machines or content.get("num_machines") or 1

@@ -33,8 +33,7 @@ def num_sent(events: Sequence[Event], per_machine: int) -> Sent:
 
 
 def seconds_of(event: Collective, gpu: Gpu, per_machine: int) -> float:
-    """Time of a collective: latency, and bytes at the rate of the slowest link. A group with several processes on each
-    machine leaves it by all of their network cards."""
+    """Time of a collective: latency, and bytes over the slowest link; a group leaves a machine by all network cards."""
     kind, size, group, _ = event
     machines = num_machines(group, per_machine)
     bytes_sent, rounds = bytes_to_send(kind, size, group.size), 2 if kind == "all_reduce" else 1

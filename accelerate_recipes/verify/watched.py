@@ -84,8 +84,7 @@ class Watcher:
             kind.dataset = property(self._dataset)
 
     def keep_global_batch(self, arguments: Any, parts: int) -> None:
-        """Lets the processes of a Trainer of transformers, or TRL's, share the batch of one, in so many micro-batches
-        each. `arguments`: the class TrainingArguments."""
+        """Lets the processes of a Trainer share the batch of one, in micro-batches. `arguments`: TrainingArguments."""
         number, finish = int(os.environ.get("WORLD_SIZE", 1)) * parts, arguments.__post_init__
 
         def divided(own: Any) -> None:

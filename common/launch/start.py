@@ -141,8 +141,7 @@ def _join(environment: Environment, config: RunConfig) -> ObservedAccelerator:
 
 
 def mesh_of_accelerate(layout: Layout) -> AbstractContextManager[None]:
-    """Sets what Accelerate reads in the `with` block instead of what the config file says: it needs no mesh, and where
-    FSDP2 joins another strategy, it need not know."""
+    """Hides meshes of the config file from Accelerate in the `with` block, and FSDP2 that joins another strategy."""
     variables = {"ACCELERATE_USE_PARALLELISM_CONFIG": "false"}
     if main_strategy(layout).distributed_type is not DistributedType.FSDP:
         variables["ACCELERATE_USE_FSDP"] = "false"

@@ -232,8 +232,7 @@ def _is_done(plan: Plan, state: TrainState) -> bool:
 
 
 def fail_after_run(failure: Failure) -> None:
-    """Writes into the run card of a run that is done how the recipe failed after it: the card has the exit code of the
-    process. The run still counts as done where it is resumed."""
+    """Writes into the card of a finished run how the recipe failed afterwards: it still counts as done for a resume."""
     for path in _over:
         if (card := read_card(path)).get("status") == "done" and (failure.is_mine or rank() == 0):
             replace_card(path, card | ending(failure) | {TRAINED: True})

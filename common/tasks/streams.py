@@ -1,5 +1,4 @@
-"""Work on data that one process of each machine does, once: its result stays on disk for all later runs. Streams, which
-can only be read from front to back, become data sets there."""
+"""Work on data that one process of a machine does once, for all later runs: streams become data sets."""
 
 import hashlib
 import socket

@@ -122,8 +122,7 @@ def open_files(config: Config) -> Iterator[Finding]:
 
 
 def shared_memory_of_workers(config: Config, recipe: dict[str, int]) -> Iterator[Finding]:
-    """Less shared memory than the batches take that data-loading processes hold ready. The recipe: its num_workers, its
-    micro_batch_size, and the sample_bytes of the tensors of a sample."""
+    """Too little shared memory for workers' batches. Of the recipe: num_workers, micro_batch_size, sample_bytes."""
     size = config.machine.shared_memory
     if "micro_batch_size" not in recipe or size is None or config.num_local_processes is None:
         return

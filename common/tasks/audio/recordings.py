@@ -91,8 +91,7 @@ def resample(recording: Recording, rate: int) -> Any:
 
 
 def open_recording(file: Any, name: str, folder: Path = Path()) -> Recording:
-    """Opens a path, which may begin at a folder; or the bytes of a file; or a dict with "bytes" or "path", as
-    `datasets` has it. `name` is for messages. Raises UsageError."""
+    """Opens a path, perhaps from a folder; or bytes; or a dict with either. `name`: for messages. Raises UsageError."""
     try:
         import soundfile
     except ImportError:

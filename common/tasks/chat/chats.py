@@ -140,8 +140,7 @@ class ChatDataset(Dataset):
 
 
 def pack(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Packs items into blocks of `size`, the longest first, each into the fullest block that has room for it. Returns
-    for each block the numbers of its items, in their own order."""
+    """The numbers of the items in each block of `size`: the longest first, each into the fullest block with room."""
     blocks: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (free, block), sorted
     for item in sorted(range(len(lengths)), key=lambda item: (-lengths[item], item)):

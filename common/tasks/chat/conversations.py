@@ -53,8 +53,7 @@ class Conversation:
 
     @classmethod
     def of_row(cls, row: dict[str, Any], column: str) -> Self:
-        """The conversation in a row: the messages in this column, or in "conversations"; or a prompt and its
-        completion, of which the latter is learnt. Raises UsageError."""
+        """A row's conversation: messages of this column or "conversations"; prompt, completion. Raises UsageError."""
         for name in (column, "conversations"):
             if name in row:
                 return cls(check_messages(as_messages(row[name])), 0, options_of(row))

@@ -169,8 +169,7 @@ def _asking(num_images: int, text: str = "What?") -> Messages:
 
 
 def unpad(given: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of images of a batch as the model takes them: rows of all samples after each other, without
-    padding. Other tensors stay as they are. For `with_losses`."""
+    """The batch with the rows of all images after each other, without padding, as a model takes them."""
     found = {name: value for name, value in given.items() if not name.startswith(ROWS)}
     for name, counts in given.items():
         if name.startswith(ROWS):

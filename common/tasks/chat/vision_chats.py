@@ -87,8 +87,7 @@ def load_vision_chats(
 
 
 class _Rows:
-    """Loads conversations from a table, whose columns of messages and images have these names. `data` is for messages
-    and relative paths. Raises UsageError for columns that are missing."""
+    """The conversations in a table with these columns. `data`: for messages, relative paths. Raises UsageError."""
 
     def __init__(self, data: str, table: Table, messages: str, images: str):
         path = local_path(data)
@@ -103,8 +102,7 @@ class _Rows:
             say(f"--data {data} has no column {images}: it has no images but those in parts of its messages")
 
     def find_answered(self, data: str) -> list[int]:
-        """The numbers of the conversations with an answer, from which something can be learnt; a line tells how many
-        have none. Raises UsageError if all have none."""
+        """The numbers of the conversations with an answer; a line counts others. Raises UsageError if there is none."""
         found = [number for number, value in enumerate(self.rows.values(self.messages)) if _may_have_an_answer(value)]
         if not found:
             raise UsageError(f"--data {data}: no message has the role assistant, so there is nothing to learn")

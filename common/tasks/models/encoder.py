@@ -56,8 +56,7 @@ def small_bert(
     texts: Iterable[str],
     classes: list[str] | None = None,
 ) -> tuple[PreTrainedModel, Any]:
-    """(a BERT from scratch, its tokenizer, whose tokens are words of these texts, or those of an earlier run that is
-    evaluated). Raises UsageError for sizes that do not divide."""
+    """(a BERT from scratch, a tokenizer of words of these texts, or an evaluated run's). Raises UsageError."""
     if config.hidden_size % config.num_heads:
         raise UsageError(
             f"--hidden_size {config.hidden_size} does not divide into {config.num_heads} heads: use "

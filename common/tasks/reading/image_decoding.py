@@ -33,8 +33,7 @@ class Opener:
             self.said.share_memory_()
 
     def __call__(self, file: Any, name: str) -> Image.Image:
-        """An image in mode L if it is grey, else RGB, of a path, an image, its bytes, or a dict with "bytes" or "path",
-        as `datasets` has it. `name` is for messages. Raises UsageError."""
+        """An image in mode L or RGB, of a path, an image, bytes, or a dict with them. `name`: for messages."""
         if isinstance(file, dict):
             file = file.get("bytes") or file.get("path")
         try:

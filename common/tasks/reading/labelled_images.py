@@ -166,7 +166,7 @@ def _parts(data: str, folder: Path, files: list[str], left_out: LeftOut, kind: M
     train, evaluation = ([top for name in kind for top in tops if top.lower() == name] for kind in (TRAIN, EVALUATION))
     others = [top for top in tops if top not in (*train, *evaluation)]
     if not tops or others or any((folder / name).is_file() for name in METADATA):
-        if train and evaluation and all(tops[top] for top in (*train, *evaluation)):
+        if others and train and evaluation and all(tops[top] for top in (*train, *evaluation)):
             raise UsageError(
                 f"--data {data}: {train[0]} and {evaluation[0]} hold folders with {kind.name}s, as parts of a data set "
                 f"do, but {others[0]} is beside them: move it away"

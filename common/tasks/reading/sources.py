@@ -272,8 +272,7 @@ def _has_card(folder: Path) -> bool:
 
 
 def _find_files(data: str, name: str, advice: str) -> tuple[Files, dict[str, Any]]:
-    """Like `table_files` of a Hub id, or of a folder with a card: the files whose rows would get guessed types. None of
-    them if they have types, or if the card says how to read them."""
+    """Like `table_files` of a Hub id, or a folder with a card: the files whose types `datasets` would guess, if any."""
     import datasets
 
     with _errors_in_one_line(data, advice):

@@ -178,8 +178,7 @@ def _names_of_classes(kind: Any) -> dict[Any, str] | None:
 
 
 def _objects_in(cell: Any, names: dict[Any, str] | None, image: str) -> list[Object]:
-    """The objects in a cell: a list, or a dict with a list of what they have under each name. Raises UsageError.
-    `names`: of the classes; None: the cell has them."""
+    """The objects in a cell: a list, or a dict of lists. `names`: of the classes, if the cell has none."""
     row, objects = cell, list[Object]()
     try:
         rows = [dict(zip(cell, values)) for values in zip(*cell.values())] if isinstance(cell, dict) else cell or []
