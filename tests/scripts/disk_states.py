@@ -113,7 +113,8 @@ class Disk:
         if path.is_relative_to(self.root):
             self.note()
             if event in ("os.remove", "os.rmdir"):
-                self._forget(path.lstat().st_ino)
+                with suppress(FileNotFoundError):  # it removes what may not be there
+                    self._forget(path.lstat().st_ino)
             elif event == "os.rename" and Path(arguments[1]).is_file():  # what has the new name until now goes
                 self._forget(Path(arguments[1]).stat().st_ino)
         self.is_on = True
