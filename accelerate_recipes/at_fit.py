@@ -93,7 +93,7 @@ def main() -> None:
 
     # The first statement of `fit`, also of one that a project has for itself, calls this one.
     check_given, vars(checks)["check_given"] = checks.check_given, answer
-    begin = launch.start  # one process shares nothing
+    begin = launch.start  # called below for one process, which shares nothing
     vars(launch)["start"] = lambda config: begin(replace(config, pipeline_stages=1, expert_parallel=1))
     if weights:
         from accelerate_recipes.plan.fakes import weights_on_meta

@@ -181,8 +181,7 @@ def noise_floor(moved: Trace, reference: Trace) -> dict[Point, float]:
 
 
 def of_all_steps(*floors: Mapping[Point, float]) -> dict[str, float]:
-    """{name of a value, or "weights": the largest of all steps, or tensors}. For two runs are few: in a third one
-    another step or tensor may be the one that rounding moves most."""
+    """{value, or "weights": the largest of all steps or tensors}: in a third run, rounding may move another most."""
     found: dict[str, float] = {}
     for (step, name), size in (each for floor in floors for each in floor.items()):
         kind = "weights" if step is None else name

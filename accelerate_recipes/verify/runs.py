@@ -97,8 +97,7 @@ class Launch:
         return _finished(folder, process.returncode, output)
 
     def run_until(self, is_enough: Callable[[Path], bool], folder: Path, *flags: str) -> Finished:
-        """Runs until what is in the output folder is enough, and kills the run then; or to its end, if that is first.
-        What is left in the folder is that of a run that is done."""
+        """Runs until the output folder holds enough, or to the end. A killed run's folder becomes that of one done."""
         with self._start(folder, flags) as process, ThreadPoolExecutor(1) as reader:
             output = reader.submit(process.communicate)  # meanwhile, as the pipe may fill
             while not (stops := is_enough(folder)) and not output.done():

@@ -116,8 +116,7 @@ def write_model(
 
 
 def export_dtype(wanted: str, module: nn.Module) -> torch.dtype | None:
-    """The type of exported weights; None: each keeps its own. By default that in the config of a model of transformers,
-    which for a pretrained one is that of its files."""
+    """The dtype of exported weights; None: their own. By default that in the config of a model of transformers."""
     settings: Any = getattr(module, "config", None)
     if wanted == "auto" and hasattr(settings, "save_pretrained") and getattr(module, "peft_adapter", None) is None:
         wanted = str(settings.dtype).removeprefix("torch.")

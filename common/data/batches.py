@@ -4,6 +4,7 @@ import multiprocessing.connection
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from multiprocessing.queues import Queue
 from typing import Any, TypeGuard
@@ -167,9 +168,12 @@ def _from_workers(loader: DataLoader[Any]) -> Iterator[Batch]:
 
 def _exit_code(workers: list[Any]) -> int | None:
     """The exit code of a worker that has failed or fails within a second, or None; negative for a signal."""
-    if not any(worker.exitcode for worker in workers):
-        multiprocessing.connection.wait([worker.sentinel for worker in workers if worker.exitcode is None], 1)
-    return next((int(worker.exitcode) for worker in workers if worker.exitcode), None)
+    deadline = time.monotonic() + 1
+    while not any(worker.exitcode for worker in workers):  # others may end as they should meanwhile
+        alive = [worker.sentinel for worker in workers if worker.exitcode is None]
+        if (left := deadline - time.monotonic()) < 0 or not multiprocessing.connection.wait(alive, left):
+            return None
+    return next(int(worker.exitcode) for worker in workers if worker.exitcode)
 
 
 def _move(batch: Batch, device: torch.device) -> Batch:

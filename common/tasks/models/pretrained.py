@@ -228,8 +228,7 @@ def files_of(name_or_path: str) -> list[str]:
 
 
 def _left_on_disk(model: PreTrainedModel, folder: WeightFiles) -> bool:
-    """Whether the files hold the weights of a model on the meta device, one tensor for each, unchanged. Then each
-    weight knows its place, and the buffers have their values."""
+    """Whether the files hold exactly the weights of a model on meta: then each knows its place, buffers have values."""
     if getattr(model, "_weight_conversions", None):
         return False
     prefix = f"{model.base_model_prefix}."
