@@ -4,6 +4,8 @@ TEXTS = accelerate_configs accelerate_recipes benchmarks common docs launchers r
 VENV ?= .venv
 BIN = $(CURDIR)/$(VENV)/bin
 export PATH := $(BIN):$(PATH)
+# Images of containers often set it, and then each process compiles torch and the other packages again, for seconds.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train quick quick-tests test test-full test-large ready extensions test-gpu gpu-lease benchmark-gpu gallery verified upgrades docs lint clean
 
