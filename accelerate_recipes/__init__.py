@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .common.checkpoint.export import load_exported as load_exported
+    from .common.checkpoint.exported import load_exported as load_exported
     from .common.config import RunConfig as RunConfig
     from .common.config import flag as flag
     from .common.environment import print_once as print_once
@@ -26,7 +26,7 @@ _HOMES = {
     "UsageError": "errors",
     "fit": "loop",
     "flag": "config",
-    "load_exported": "checkpoint.export",
+    "load_exported": "checkpoint.exported",
     "parameter_groups": "parameter_groups",
     "print_once": "environment",
     "run": "run",

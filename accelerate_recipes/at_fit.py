@@ -76,7 +76,7 @@ def main() -> None:
     module, name = function.split(":")
 
     import accelerate_recipes.common.launch.start as launch
-    import accelerate_recipes.common.step.checks as checks
+    import accelerate_recipes.common.step.refusals as refusals
     from accelerate_recipes.common.stopping import signals
 
     building = ExitStack()
@@ -84,7 +84,7 @@ def main() -> None:
     def answer(model: Any, optimizer: Any, given: dict[str, Any]) -> NoReturn:
         building.close()
         signals.release()  # `start` caught them for a run that stops at its next step
-        vars(checks)["check_given"] = check_given
+        vars(refusals)["check_given"] = check_given
         question = pickle.loads(Path(result).with_name("question").read_bytes())
         asked = getattr(importlib.import_module(module), name)
         found = asked(question, *(given[name] for name in NEEDED), **given["options"])
@@ -92,7 +92,7 @@ def main() -> None:
         os._exit(0)
 
     # The first statement of `fit`, also of one that a project has for itself, calls this one.
-    check_given, vars(checks)["check_given"] = checks.check_given, answer
+    check_given, vars(refusals)["check_given"] = refusals.check_given, answer
     begin = launch.start  # called below for one process, which shares nothing
     vars(launch)["start"] = lambda config: begin(replace(config, pipeline_stages=1, expert_parallel=1))
     if weights:

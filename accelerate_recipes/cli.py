@@ -11,7 +11,7 @@ import typer
 
 from accelerate_recipes.catalog import show
 from accelerate_recipes.common.errors import RunError
-from accelerate_recipes.common.streams import Output
+from accelerate_recipes.common.output_streams import Output
 from accelerate_recipes.data import data
 from accelerate_recipes.doctor import check
 from accelerate_recipes.export import export

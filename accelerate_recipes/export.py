@@ -74,7 +74,7 @@ def _write(reader: "Reader", folder: Path, dtype: str) -> Path:
     """Writes the model. Returns the folder of its small files, which may be missing."""
     import torch
 
-    from accelerate_recipes.common.checkpoint.export import rewrite, write_weights
+    from accelerate_recipes.common.checkpoint.exported import rewrite, write_weights
     from accelerate_recipes.common.checkpoint.format import MODEL_FILES
 
     wanted = reader.content["export_dtype"] if dtype == "auto" else dtype

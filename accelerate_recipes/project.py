@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from accelerate_recipes import bundle, package
+from accelerate_recipes import bundle, distribution
 from accelerate_recipes.catalog import find_config, find_of, find_recipe, mapping_in
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.console import AsJson, print_json
@@ -89,9 +89,9 @@ def _write(project: Path, script: Path, configs: list[Path], own_loop: bool, ven
     for name, content in _own_files(script, configs, own_loop).items():
         _new_file(project / name).write_text(content, encoding="utf-8")
     if vendor:
-        for name, source in package.files().items():
+        for name, source in distribution.files().items():
             shutil.copy(source, _new_file(project / name))
-    wheel = None if is_alone or vendor else package.write_wheel(_new_file(project / "wheels" / "x").parent)
+    wheel = None if is_alone or vendor else distribution.write_wheel(_new_file(project / "wheels" / "x").parent)
     deepspeed = any(mapping_in(config).get("distributed_type") == "DEEPSPEED" for config in configs)
     flags = {config.stem: "" if is_alone else " ".join(flags_for(script.stem, config.stem) or ()) for config in configs}
     values = {
@@ -134,9 +134,9 @@ def _dependencies(script: Path, is_alone: bool, vendor: bool, deepspeed: bool) -
     """What a project requires: this package, or what that requires, or what a single file imports."""
     if not is_alone and not vendor:
         return [f"accelerate-recipes{'[deepspeed]' * deepspeed} ~= {'.'.join(bundle.VERSION.split('.')[:2])}"]
-    required = package.requirements()
+    required = distribution.requirements()
     if is_alone:
         imported = re.findall(r"^ *(?:import|from) (\w+)", script.read_text(encoding="utf-8"), re.MULTILINE)
         names = {DISTRIBUTIONS.get(name, name) for name in imported}
         required = [line for line in required if re.split(r"[^\w-]", line)[0] in names]
-    return required + package.requirements("deepspeed") * deepspeed
+    return required + distribution.requirements("deepspeed") * deepspeed

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 from accelerate_recipes.catalog import find_config
 from accelerate_recipes.matrix import SIZES
 from accelerate_recipes.verify.certificate import Row
-from accelerate_recipes.verify.compare import compare, noise_floor, of_all_steps
+from accelerate_recipes.verify.differences import compare, noise_floor, of_all_steps
 from accelerate_recipes.verify.runs import Finished, Launch, recording
 
 ONE_MACHINE = ["--num_machines", "1", "--machine_rank", "0", "--rdzv_backend", "static"]

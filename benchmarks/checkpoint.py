@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerate_recipes import RunConfig, start
-from accelerate_recipes.common.checkpoint.export import export_model
+from accelerate_recipes.common.checkpoint.exported import export_model
 from accelerate_recipes.common.checkpoint.reader import Reader
 from accelerate_recipes.common.checkpoint.resume import Checkpoint
 from accelerate_recipes.common.checkpoint.save import Saver

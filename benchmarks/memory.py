@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from accelerate_recipes.plan.ask import Case, plans
-from accelerate_recipes.plan.facts import Estimate, NoPlan
+from accelerate_recipes.plan.estimates import Estimate, NoPlan
 from accelerate_recipes.plan.hardware import read
 
 ROOT = Path(__file__).parents[1]

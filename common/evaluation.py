@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset
 
-from .checkpoint.export import export_model, load_exported
+from .checkpoint.exported import export_model, load_exported
 from .cpu_group import CpuGroup
 from .data.batches import batches, resident
 from .data.facts import say
-from .data.mixture import of_sources, without_sources
+from .data.mixed import of_sources, without_sources
 from .data.sets import Collated, Examples, MapDataset, Metrics
 from .errors import RunError, StoppedError, UsageError
 from .files import for_json

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from .check.parity import ParityCheck
-from .checkpoint.export import try_export
+from .checkpoint.exported import try_export
 from .checkpoint.identity import identity
 from .checkpoint.resume import find_checkpoint
 from .checkpoint.save import Saver
@@ -21,10 +21,10 @@ from .launch.start import ObservedAccelerator
 from .parallel.strategies import check_trainable
 from .records.output_dir import OutputDir
 from .records.recorder import Recorder
-from .step.checks import check_given
 from .step.guards import check_same_start, freeze_what_is_not_trained
 from .step.lazy import with_sizes
 from .step.options import FitOptions
+from .step.refusals import check_given
 from .step.setup import Setup
 from .stopping.watch import Watch
 

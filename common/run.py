@@ -15,10 +15,10 @@ from .command_line import ConfigT, parse
 from .environment import Environment, rank
 from .errors import StoppedError, UsageError, needs_no_traceback, trace_of
 from .failure import Failure, ReportedErrors, end, first_failure, line_of
+from .output_streams import Output
 from .records.output_dir import checkpoints, fail_after_run
 from .records.run_card import read_card
 from .stopping import signals
-from .streams import Output
 
 # {package that may be missing: what to install}
 PACKAGES = {name: name for name in ("datasets", "pandas")} | {"pycocotools": "'accelerate-recipes[detection]'"}

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from accelerate_recipes.common.data.facts import data_lines
-from accelerate_recipes.common.data.mixture import Mixture
+from accelerate_recipes.common.data.mixed import Mixture
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.seeds import seed_sample
 from accelerate_recipes.common.step.setup import Setup

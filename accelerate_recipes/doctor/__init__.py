@@ -29,7 +29,7 @@ def check(
     """
     from accelerate_recipes.doctor import machine, rules
     from accelerate_recipes.doctor.asked import of_config
-    from accelerate_recipes.doctor.config import Config
+    from accelerate_recipes.doctor.config_file import Config
     from accelerate_recipes.doctor.fix import fixed, path_of_copy, write
 
     config, script = _existing(config, find_config), _existing(recipe, find_recipe)

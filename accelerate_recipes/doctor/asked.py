@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from accelerate_recipes.at_fit import at_fit
 from accelerate_recipes.common.errors import UsageError, first_line, join_advice
 from accelerate_recipes.doctor import rules
-from accelerate_recipes.doctor.config import Config
+from accelerate_recipes.doctor.config_file import Config
 from accelerate_recipes.doctor.finding import Finding, findings
 from accelerate_recipes.doctor.rules.launching import by_hand
 from accelerate_recipes.matrix import PIPELINES
@@ -71,8 +71,8 @@ def refusals(question: list[Any], *arguments: Any, **options: Any) -> Answer:
 
 def of_any_size(*arguments: Any, **options: Any) -> "Setup":
     """What `fit` is given, with steps of one sample: any layout divides it. Raises UsageError if none trains it."""
-    from accelerate_recipes.common.step.checks import check_given
     from accelerate_recipes.common.step.lazy import with_sizes
+    from accelerate_recipes.common.step.refusals import check_given
     from accelerate_recipes.common.step.setup import Setup
 
     accelerator, model, optimizer, forward_step, train_set, eval_set, config = arguments

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 import yaml
 
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.doctor.config import Config
+from accelerate_recipes.doctor.config_file import Config
 from accelerate_recipes.doctor.finding import Finding
 from accelerate_recipes.paths import check_new_file, write_file
 

@@ -43,13 +43,13 @@ def plan(
 
     Example: accelerate-recipes plan recipes/transformer.py --config fsdp2 --num_processes 2 --gpu h100
     """
-    from accelerate_recipes.plan import show
+    from accelerate_recipes.plan import printing
     from accelerate_recipes.plan.ask import Case, alternatives, larger, plans, scale_up
-    from accelerate_recipes.plan.facts import Estimate, NoPlan
+    from accelerate_recipes.plan.estimates import Estimate, NoPlan
     from accelerate_recipes.plan.hardware import read
 
     rates = read(gpu, memory, hardware)
-    show.check_plot(page, scaling)
+    printing.check_plot(page, scaling)
     check_number(hours, "--hours")
     script = recipe if is_path(str(recipe)) else find_recipe(str(recipe))
     check_file(script, "", "use the path of a recipe")
@@ -65,7 +65,7 @@ def plan(
     found = plans(script, flags, cases, rates)
     one = found[0] if len(found) == 1 else None
     if isinstance(one, NoPlan):
-        raise UsageError(show.why_not(one))
+        raise UsageError(printing.why_not(one))
     fitting = [each for each in found if isinstance(each, Estimate) and each.fits]
     rows = {each.config: scale_up(each, rates) for each in fitting} if scaling else {}
     near = (larger if one.fits else alternatives)(cases[0], one, script, flags, rates) if one else []
@@ -77,17 +77,17 @@ def plan(
         return 0 if fitting else 1
     print(f"{script} on {rates.name} GPUs of {rates.memory_gb:g} GB; times are estimates (docs/plan.md)\n")
     if one:
-        show.show_one(one, rates)
+        printing.show_one(one, rates)
     else:
-        show.show_several(found)
+        printing.show_several(found)
     if one and (near or not fitting):
-        show.show_fitting(near, "fits, too" if fitting else "fits with")
-    show.show_scaling(rows)
+        printing.show_fitting(near, "fits, too" if fitting else "fits with")
+    printing.show_scaling(rows)
     if page is not None:
-        show.write_plot(page, rows, script.stem)
+        printing.write_plot(page, rows, script.stem)
     if fitting and (hours is not None or not one):
         rows = rows or {each.config: [each.speed] for each in fitting}
-        show.show_cheapest([(config, row) for config, steps in rows.items() for row in steps], hours)
+        printing.show_cheapest([(config, row) for config, steps in rows.items() for row in steps], hours)
     return 0 if fitting else 1
 
 

@@ -13,7 +13,7 @@ from accelerate_recipes.at_fit import at_fit
 from accelerate_recipes.catalog import find_config, mapping_in
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.plan.clock import grow, num_sent, step_seconds
-from accelerate_recipes.plan.facts import Estimate, Facts, NoPlan, RunFacts, Sent, Speed, StepFacts
+from accelerate_recipes.plan.estimates import Estimate, Facts, NoPlan, RunFacts, Sent, Speed, StepFacts
 from accelerate_recipes.plan.hardware import Gpu
 from accelerate_recipes.plan.zero import divide
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from accelerate_recipes.plan.facts import Collective, Event, Group, Sent
+from accelerate_recipes.plan.estimates import Collective, Event, Group, Sent
 from accelerate_recipes.plan.hardware import Gpu
 
 

@@ -21,7 +21,7 @@ from accelerate_recipes.common.parallel.strategies import layout_of, with_plans
 from accelerate_recipes.common.step.setup import Setup
 from accelerate_recipes.doctor import asked
 from accelerate_recipes.plan.ask import Case
-from accelerate_recipes.plan.facts import Facts, NoPlan, RunFacts
+from accelerate_recipes.plan.estimates import Facts, NoPlan, RunFacts
 from accelerate_recipes.plan.hardware import Gpu
 from accelerate_recipes.plan.steps import DryRun, cut_without_values
 

@@ -27,7 +27,7 @@ from accelerate_recipes.common.parallel.strategies import prepare
 from accelerate_recipes.common.step.setup import Setup
 from accelerate_recipes.common.weights.shards import local
 from accelerate_recipes.doctor.asked import remove_variables
-from accelerate_recipes.plan.facts import StepFacts, Zero
+from accelerate_recipes.plan.estimates import StepFacts, Zero
 from accelerate_recipes.plan.fakes import make_fake, processes
 from accelerate_recipes.plan.hardware import Gpu
 from accelerate_recipes.plan.tracker import Tracker

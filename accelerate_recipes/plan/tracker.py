@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from accelerate_recipes.plan.facts import Collective, Event, Group
+from accelerate_recipes.plan.estimates import Collective, Event, Group
 from accelerate_recipes.plan.hardware import Gpu
 
 # {part of the name of torch's operation: (collective, whether the program goes on while it runs)}. Those of

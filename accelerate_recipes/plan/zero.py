@@ -5,7 +5,7 @@ Source: Rajbhandari et al. 2020 for the shares; the buffers as benchmarks/memory
 
 from dataclasses import replace
 
-from accelerate_recipes.plan.facts import Collective, Event, Group, RunFacts, StepFacts
+from accelerate_recipes.plan.estimates import Collective, Event, Group, RunFacts, StepFacts
 
 BUCKET = 50_000_000  # values; see configure() in common/parallel/deepspeed.py
 LIVE = 1_000_000_000  # values that ZeRO-3 gathers at most: DeepSpeed's stage3_max_live_parameters

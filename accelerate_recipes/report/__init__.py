@@ -24,7 +24,7 @@ def write(
         raise UsageError("report draws with plotly: run pip install 'accelerate-recipes[report]'")
     from accelerate_recipes.report import summary
     from accelerate_recipes.report.page import page
-    from accelerate_recipes.report.runs import read_runs
+    from accelerate_recipes.report.run_history import read_runs
 
     check_new_file(output, "--output")
     found = read_runs(runs)

@@ -8,7 +8,7 @@ from plotly.offline import get_plotlyjs
 
 from accelerate_recipes.bundle import VERSION
 from accelerate_recipes.report.plots import axes, div, metrics_to_plot, title
-from accelerate_recipes.report.runs import Run
+from accelerate_recipes.report.run_history import Run
 from accelerate_recipes.report.summary import best, differences, last, repeat, settings, throughput
 from accelerate_recipes.templates import render
 

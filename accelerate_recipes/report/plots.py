@@ -7,7 +7,7 @@ from typing import Any
 from plotly.graph_objects import Figure
 from plotly.io import to_html
 
-from accelerate_recipes.report.runs import AXES, Curve, Event, Run
+from accelerate_recipes.report.run_history import AXES, Curve, Event, Run
 
 # They read on white and on the dark page. No two of 20 runs share both colour and dashes.
 COLOURS = ("#2b7de0", "#e0661a", "#159a72", "#a35ff0", "#d1447a")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from accelerate_recipes.common.state import lower_is_better
-from accelerate_recipes.report.runs import Curve, Run
+from accelerate_recipes.report.run_history import Curve, Run
 
 # Flags that belong to one run and do not change what it computes.
 NOT_COMPARED = ("output_dir", "overwrite_output_dir", "resume_from_checkpoint", "evaluate_only")

@@ -49,7 +49,7 @@ def verify(
     """
     from accelerate_recipes.verify import against as single
     from accelerate_recipes.verify import checkpoint as of_run
-    from accelerate_recipes.verify import recipe, watch
+    from accelerate_recipes.verify import plain, recipe
 
     if split_batches and (not accelerate or checkpoint or against or record):
         raise UsageError("--split_batches needs --accelerate, and no --record, --against, --checkpoint: remove it")
@@ -68,5 +68,5 @@ def verify(
     folder = output or Path("verified") / script.stem
     check_folder(folder, "--output" if output else "")
     if accelerate:
-        return watch.verify_watched(script, flags or [], steps or 20, folder, as_json, split_batches)
+        return plain.verify_watched(script, flags or [], steps or 20, folder, as_json, split_batches)
     return recipe.verify_recipe(script, flags or [], steps or 20, config, folder, as_json)

@@ -13,9 +13,9 @@ from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.console import print_json
 from accelerate_recipes.paths import check_file, check_new_file, text_of, write_file
 from accelerate_recipes.verify.certificate import versions
-from accelerate_recipes.verify.compare import Compared, Difference, Trace, compared, noise_floor, of_all_steps
+from accelerate_recipes.verify.differences import Compared, Difference, Trace, compared, noise_floor, of_all_steps
+from accelerate_recipes.verify.plain import watch
 from accelerate_recipes.verify.runs import Launch, recording
-from accelerate_recipes.verify.watch import watch
 
 
 def record(script: Path, flags: list[str], steps: int, file: Path, accelerate: bool, as_json: bool) -> int:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import chain, zip_longest
 
-from accelerate_recipes.verify.compare import Difference, Trace
+from accelerate_recipes.verify.differences import Difference, Trace
 
 
 def likely_cause(difference: Difference, found_by_check: str | None, said: Sequence[str]) -> str:

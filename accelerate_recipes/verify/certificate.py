@@ -13,7 +13,7 @@ from typing import Any
 from accelerate_recipes import bundle
 from accelerate_recipes.common.package import installed_versions
 from accelerate_recipes.console import print_json
-from accelerate_recipes.verify.compare import Difference
+from accelerate_recipes.verify.differences import Difference
 
 COLUMNS = ("config", "processes", "loss", "gradient", "weights", "eval", "learning rate", "")
 CHECKED = "does not give the result of one process"  # in the line of the parity check

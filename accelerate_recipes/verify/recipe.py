@@ -13,7 +13,7 @@ from accelerate_recipes.matrix import SIZES
 from accelerate_recipes.paths import check_file
 from accelerate_recipes.verify.causes import likely_cause
 from accelerate_recipes.verify.certificate import Certificate, Row
-from accelerate_recipes.verify.compare import Difference, Point, compare, noise_floor, of_all_steps
+from accelerate_recipes.verify.differences import Difference, Point, compare, noise_floor, of_all_steps
 from accelerate_recipes.verify.runs import Finished, Launch, chosen_configs, recording
 
 

@@ -21,9 +21,9 @@ import psutil
 from accelerate_recipes.catalog import find_config, mapping_in
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.records.run_card import read_card
-from accelerate_recipes.doctor.config import is_count
+from accelerate_recipes.doctor.config_file import is_count
 from accelerate_recipes.matrix import CONFIGS
-from accelerate_recipes.verify.compare import Trace
+from accelerate_recipes.verify.differences import Trace
 
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
 

@@ -29,7 +29,7 @@ import framework  # noqa: E402, F401  # fills FAULTS
 import mistakes  # noqa: E402, F401
 from faults import FAULTS, OURS, TRAINCHECK, TTRACE, Fault  # noqa: E402
 
-from accelerate_recipes.verify.compare import compare  # noqa: E402
+from accelerate_recipes.verify.differences import compare  # noqa: E402
 from support.launching import fork  # noqa: E402
 from support.recipes import BF16_CONFIGS, FLAGS, FLOAT32_CONFIGS, RECIPES, cell  # noqa: E402
 from support.runs import Run  # noqa: E402

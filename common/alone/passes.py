@@ -120,7 +120,7 @@ def passes_alone(setup: Setup) -> Iterator[Forward]:
         yield forward
 
 
-class Trace(TorchDispatchMode):
+class OperationTrace(TorchDispatchMode):
     """Follows what operations compute from some tensors, such as weights.
 
     Attributes:

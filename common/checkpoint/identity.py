@@ -14,7 +14,7 @@ from torch import Tensor
 from ..config import RunConfig
 from ..cpu_group import CpuGroup
 from ..data.batches import batches
-from ..data.mixture import Mixture
+from ..data.mixed import Mixture
 from ..data.sets import MapDataset
 from ..layout import Layout
 from ..plan import Plan

@@ -19,7 +19,7 @@ from ..records.running_sums import RunningSums
 from ..state import TrainState
 from ..step.engine import Engine
 from ..stopping.watch import Watch
-from .export import export_dtype, export_model, write_model
+from .exported import export_dtype, export_model, write_model
 from .format import MODEL_FILES, DamagedError, WriteError
 from .identity import curve, describe, differences, own_flags
 from .reader import Reader

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..alone.passes import Forward, Trace, device_for_passes, is_same, passes_alone
+from ..alone.passes import Forward, OperationTrace, device_for_passes, is_same, passes_alone
 from ..errors import UsageError
 from ..failure import line_of
 from ..seeds import generator_states
@@ -211,7 +211,7 @@ def cut_chain(model: nn.Module, chain: Mapping[str, int], num_stages: int, forwa
         for tensor in (each for layer in layers[start:stop] for each in (*layer.parameters(), *layer.buffers())):
             stages[tensor].add(stage)
 
-    trace = Trace()
+    trace = OperationTrace()
     for tensor in stages:
         trace.origins[tensor] = frozenset([tensor])
 

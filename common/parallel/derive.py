@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from ..alone.passes import Trace, is_same
+from ..alone.passes import OperationTrace, is_same
 from .tensor_plan import NORM_OF_HEADS, NUMBER, is_conv1d, is_linear, kind_of, shared_layers, width_of
 
 PACKS = (1, 3, 2)  # equal parts side by side in the outputs of a layer, of each of which a process takes its share
@@ -62,7 +62,7 @@ class _Passes:
         self.shared = shared_layers(self._modules) & self.layers.keys()  # those that share a weight
         self._outputs: dict[Call, Tensor] = {}
         self._sources, self._consumers, self._between = ({name: set[str]() for name in self.layers} for _ in range(3))
-        trace, of_layers = Trace(), {weight for layer in self.layers.values() for weight in layer.parameters()}
+        trace, of_layers = OperationTrace(), {weight for layer in self.layers.values() for weight in layer.parameters()}
         for name, weight in model.named_parameters():
             if weight not in of_layers:
                 trace.origins[weight] = {name}

@@ -20,13 +20,13 @@ from ..config import RunConfig
 from ..errors import UsageError
 from ..layout import Layout
 from ..plan import Plan
-from ..step.checks import sizes_that_divide
+from ..step.refusals import sizes_that_divide
 from ..weights.on_disk import materialized
 from ..weights.shards import local
 from .grid import Grid, Part
 from .sharding import offloads
 from .strategy import Strategy
-from .tensor_styles import Pair, TensorGroup, divide_weight, gather, other_weights, sum_scattered
+from .tensor_styles import Mirrored, TensorGroup, divide_weight, gather, other_weights, sum_scattered
 
 
 def check_config(layout: Layout, config: RunConfig) -> None:
@@ -126,7 +126,7 @@ class ExpertGroup:
             missing = self._longest(len(hidden)) - len(hidden)
 
             def gathered(values: Tensor, padding: int = 0) -> Tensor:
-                return Pair.apply(F.pad(values, (0, 0, 0, missing), value=padding), *self._ways)
+                return Mirrored.apply(F.pad(values, (0, 0, 0, missing), value=padding), *self._ways)
 
             index = gathered(index, -1) - self.rank * experts.num_experts
             tokens, shares = gathered(hidden), gathered(weights)
@@ -134,7 +134,7 @@ class ExpertGroup:
             index, shares = index.masked_fill(is_other, experts.num_experts), shares.masked_fill(is_other, 0.0)
             with other_weights(experts, lambda weight: local(weight).to(hidden.dtype)):
                 output = forward(tokens, index, shares)
-            return Pair.apply(output, *self._ways[::-1])[: len(hidden)]
+            return Mirrored.apply(output, *self._ways[::-1])[: len(hidden)]
 
         experts.forward = partial(_divide_tokens, self._tensor, on_all_tokens) if self._tensor else on_all_tokens
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..alone.passes import Trace
+from ..alone.passes import OperationTrace
 from ..data.sets import Batch, NumberedStep
 from ..errors import UsageError
 from ..seeds import generator_states
@@ -20,7 +20,7 @@ from .tensor_plan import ENDS, NORM_OF_HEADS, PACKED
 Origins = frozenset[str]  # the operations, and layers, that a tensor comes from
 
 
-class Operations(Trace):
+class Operations(OperationTrace):
     """Notes in `found` the operations on the outputs of divided layers, but for those of each element by itself."""
 
     def __init__(self) -> None:

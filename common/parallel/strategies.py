@@ -11,8 +11,8 @@ from ..environment import Environment, device_type
 from ..errors import UsageError
 from ..failure import line_of
 from ..layout import Layout
-from ..step.checks import check_optimizer
 from ..step.engine import Engine
+from ..step.refusals import check_optimizer
 from ..step.setup import Setup
 from .ddp import DDP
 from .deepspeed import DEEPSPEED, precision_of

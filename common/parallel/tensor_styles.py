@@ -23,7 +23,7 @@ COLLECTIVES = torch.ops._c10d_functional
 Change = Callable[[Tensor], Tensor]
 
 
-class Pair(torch.autograd.Function):
+class Mirrored(torch.autograd.Function):
     """Does one thing in the forward pass and another in the backward pass. Each is the derivative of the other."""
 
     @staticmethod
@@ -33,7 +33,7 @@ class Pair(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return Pair.apply(gradient, ctx.back, ctx.there), None, None
+        return Mirrored.apply(gradient, ctx.back, ctx.there), None, None
 
 
 def gather(values: Tensor, size: int, group: str) -> Tensor:
@@ -61,7 +61,7 @@ class TensorGroup:
 
     def copy(self, value: Tensor) -> Tensor:
         """A whole value, of whose gradient each process has a part."""
-        return Pair.apply(value, self.keep, self._sum)
+        return Mirrored.apply(value, self.keep, self._sum)
 
     def copy_once(self, value: Tensor) -> Tensor:
         """As `copy`. Layers that get the same value one after the other, as queries, keys and values do, get the same
@@ -75,16 +75,16 @@ class TensorGroup:
     def sum(self, part: Tensor) -> Tensor:
         """The sum of all parts."""
         self._last = None  # frees its memory
-        return Pair.apply(part, self._sum, self.keep)
+        return Mirrored.apply(part, self._sum, self.keep)
 
     def gather(self, part: Tensor) -> Tensor:
         """All parts, side by side in the last dimension."""
         self._last = None
-        return Pair.apply(part, self._gather, self._chunk)
+        return Mirrored.apply(part, self._gather, self._chunk)
 
     def split(self, value: Tensor) -> Tensor:
         """This process's part of the last dimension."""
-        return Pair.apply(value, self._chunk, self._gather)
+        return Mirrored.apply(value, self._chunk, self._gather)
 
     def _sum(self, part: Tensor) -> Tensor:
         return COLLECTIVES.wait_tensor(COLLECTIVES.all_reduce(part.contiguous(), "sum", self._name))

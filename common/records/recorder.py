@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from ..data.facts import data_lines
-from ..data.mixture import OF, SHARE, of_sources
+from ..data.mixed import OF, SHARE, of_sources
 from ..environment import versions
 from ..errors import UsageError, first_line
 from ..files import for_json

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..config import RunConfig
 from ..data.batches import fetch
-from ..data.mixture import by_source
+from ..data.mixed import by_source
 from ..data.sets import Batch, ForwardStep, MapDataset, NumberedStep, check_datasets
 from ..plan import Plan
 from ..seeds import CPU, restore_generators

@@ -33,7 +33,7 @@ import torch
 from accelerate_recipes.common.check.tolerances import FLOAT32
 from accelerate_recipes.common.records.run_card import hardware
 from accelerate_recipes.verify.certificate import Row
-from accelerate_recipes.verify.compare import compare
+from accelerate_recipes.verify.differences import compare
 from support.launching import ACCELERATE_LAUNCH, CONFIGS, execute, fork
 from support.recipes import FLAGS, RECIPES
 from support.runs import ROOT, Run

@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 
 from accelerate_recipes.matrix import CONFIGS, SIZES  # noqa: E402
 from accelerate_recipes.verify.certificate import COLUMNS, Row  # noqa: E402
-from accelerate_recipes.verify.compare import Floor, Trace, compare, noise_floor, of_all_steps  # noqa: E402
+from accelerate_recipes.verify.differences import Floor, Trace, compare, noise_floor, of_all_steps  # noqa: E402
 from accelerate_recipes.verify.runs import Finished, Launch  # noqa: E402
 
 RESULTS, PAGE = ROOT / "docs" / "large.json", ROOT / "docs" / "large.md"

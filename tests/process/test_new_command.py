@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerate_recipes import package
+from accelerate_recipes import distribution
 from accelerate_recipes.project import make
 from accelerate_recipes.testing import one_result
 from support.launching import environment, execute, fork
@@ -111,7 +111,7 @@ def test_a_copied_recipe_runs_anywhere_with_the_wheel(tmp_path: Path) -> None:
         tmp_path / "built",
     ]
     run(*build, ROOT, cwd=tmp_path)
-    built, written = next((tmp_path / "built").glob("*.whl")), package.write_wheel(tmp_path)
+    built, written = next((tmp_path / "built").glob("*.whl")), distribution.write_wheel(tmp_path)
     assert contents(built) == contents(written)
     python = new_environment(tmp_path / "environment")
     run(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", built, cwd=tmp_path)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from accelerate_recipes.plan.clock import bytes_to_send
-from accelerate_recipes.plan.facts import Collective, Estimate
+from accelerate_recipes.plan.estimates import Collective, Estimate
 from support.runs import ROOT
 from support.tool import tool
 

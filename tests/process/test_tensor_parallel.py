@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerate_recipes.verify.compare import distances
+from accelerate_recipes.verify.differences import distances
 from support.launching import fork
 from support.recipes import USERS
 from support.runs import Run, largest_difference, refused

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from accelerate_recipes.common.command_line import parse
 from accelerate_recipes.common.cpu_group import CpuGroup
 from accelerate_recipes.common.data.batches import batches, resident
-from accelerate_recipes.common.data.mixture import parts_of
+from accelerate_recipes.common.data.mixed import parts_of
 from accelerate_recipes.common.data.sets import check_datasets
 from accelerate_recipes.common.evaluation import evaluate_set
 from accelerate_recipes.common.parallel.strategies import prepare

@@ -8,7 +8,7 @@ from threading import Event, Thread
 from typing import Any
 
 from accelerate_recipes import run
-from accelerate_recipes.common.checkpoint import export, save
+from accelerate_recipes.common.checkpoint import exported, save
 
 M_MMAP_THRESHOLD = -3  # malloc.h
 MAX_FILE_BYTES = 16_000_000
@@ -31,7 +31,7 @@ def measured(engine: Any, folder: Path, *others: Any) -> int | None:
 
     watcher = Thread(target=watch)
     watcher.start()
-    checksum = export.export_model(engine, folder, *others)
+    checksum = exported.export_model(engine, folder, *others)
     done.set()
     watcher.join()
     if engine.accelerator.is_main_process:
@@ -42,5 +42,5 @@ def measured(engine: Any, folder: Path, *others: Any) -> int | None:
 if __name__ == "__main__":
     # As for tensors above 32 MB: what is freed goes back to the system at once. Else holes in the heap would count.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 100_000)
-    export.MAX_FILE_BYTES, save.export_model = MAX_FILE_BYTES, measured
+    exported.MAX_FILE_BYTES, save.export_model = MAX_FILE_BYTES, measured
     run(recipe["main"], recipe["Config"])

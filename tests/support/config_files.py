@@ -10,7 +10,7 @@ import yaml
 
 from accelerate_recipes.catalog import mapping_in
 from accelerate_recipes.doctor import asked, rules
-from accelerate_recipes.doctor.config import Config
+from accelerate_recipes.doctor.config_file import Config
 from accelerate_recipes.doctor.finding import Rule
 from accelerate_recipes.doctor.machine import GPU, Machine
 from support.runs import ROOT

@@ -7,7 +7,7 @@ from typing import Any
 import plotly.offline
 
 from accelerate_recipes.report import write
-from accelerate_recipes.report.runs import Run, read_runs
+from accelerate_recipes.report.run_history import Run, read_runs
 
 COMMAND = "accelerate launch --config_file accelerate_configs/ddp.yaml recipes/mnist.py --max_steps 40 --output_dir x"
 

@@ -12,7 +12,7 @@ from accelerate_recipes.common.check.tolerances import FLOAT32
 from accelerate_recipes.common.check.tolerances import TOLERANCE as TOLERANCE
 from accelerate_recipes.common.records.output_dir import checkpoints
 from accelerate_recipes.verify.certificate import Row
-from accelerate_recipes.verify.compare import Trace, compare, distances, relative
+from accelerate_recipes.verify.differences import Trace, compare, distances, relative
 
 ROOT = Path(__file__).parents[2]
 TIMED = ("samples_per_second", "tokens_per_second")  # depend on the clock

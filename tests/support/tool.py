@@ -12,7 +12,7 @@ import pytest
 from accelerate_recipes.cli import main
 from support.launching import fork_command
 
-STARTERS = [f"accelerate_recipes.{name}" for name in ("at_fit", "verify.runs", "verify.watch")]
+STARTERS = [f"accelerate_recipes.{name}" for name in ("at_fit", "verify.runs", "verify.plain")]
 
 
 def tool(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from accelerate_recipes.common.check.sketch import Sketch
 from accelerate_recipes.common.check.tolerances import RECORD
 from accelerate_recipes.common.weights.on_disk import WeightFiles
-from accelerate_recipes.verify.compare import (
+from accelerate_recipes.verify.differences import (
     Trace,
     compare,
     compared,

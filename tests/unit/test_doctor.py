@@ -20,7 +20,7 @@ from accelerate_recipes.common import environment
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.doctor import check, rules
 from accelerate_recipes.doctor.asked import of_config, refusal_of
-from accelerate_recipes.doctor.config import Config
+from accelerate_recipes.doctor.config_file import Config
 from accelerate_recipes.doctor.finding import findings
 from accelerate_recipes.doctor.machine import Machine, look
 from accelerate_recipes.doctor.rules import keys, launching

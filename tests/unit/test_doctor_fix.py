@@ -13,7 +13,7 @@ from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
 from accelerate_recipes.common.errors import Edit, UsageError
 from accelerate_recipes.doctor import check
 from accelerate_recipes.doctor.asked import of_config
-from accelerate_recipes.doctor.config import Config
+from accelerate_recipes.doctor.config_file import Config
 from accelerate_recipes.doctor.finding import Finding
 from accelerate_recipes.doctor.fix import fixed
 from support.config_files import BAD, FILES, REFUSED, SERVER, TYPICAL, ask_here, config_of, name_of

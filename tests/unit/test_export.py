@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 from accelerate_recipes import load_exported
-from accelerate_recipes.common.checkpoint.export import export_dtype, write_weights
+from accelerate_recipes.common.checkpoint.exported import export_dtype, write_weights
 from accelerate_recipes.common.errors import UsageError
 
 WEIGHTS = {"weight": torch.ones(3, 4), "bias": torch.zeros(3)}

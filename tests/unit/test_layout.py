@@ -3,6 +3,7 @@
 import ast
 import re
 import sys
+from collections import Counter
 from importlib import import_module
 from pathlib import Path
 
@@ -182,3 +183,13 @@ def test_recipes_import_what_is_public() -> None:
                 assert not [name.name for name in node.names if name.name.startswith("_")], path
             elif place.partition(".")[0] == "accelerate_recipes":
                 assert {name.name for name in node.names} <= {*public.get(place, ())}, f"{path}: {place}"
+
+
+def test_each_module_and_each_class_has_a_name_of_its_own() -> None:
+    paths = [path for room in ("common", "accelerate_recipes") for path in (ROOT / room).rglob("*.py")]
+    paths = [path for path in paths if not path.is_relative_to(ROOT / "accelerate_recipes" / "common")]
+    classes = [
+        node.name for path in paths for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)
+    ]
+    names = Counter([path.name for path in paths if not path.name.startswith("__")] + classes)
+    assert len(names) > 300 and not [name for name, times in names.items() if times > 1]

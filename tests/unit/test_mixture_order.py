@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from accelerate_recipes.common.config import RunConfig
-from accelerate_recipes.common.data.mixture import SOURCE, Mixture, by_source, of_sources, without_sources
+from accelerate_recipes.common.data.mixed import SOURCE, Mixture, by_source, of_sources, without_sources
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.layout import Layout
 from accelerate_recipes.common.plan import Plan

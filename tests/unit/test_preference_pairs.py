@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from accelerate_recipes.common.data import pad_to_longest
-from accelerate_recipes.common.data.mixture import Mixture
+from accelerate_recipes.common.data.mixed import Mixture
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.layout import Layout
 from accelerate_recipes.common.plan import Plan, _generator

@@ -12,7 +12,7 @@ from accelerate_recipes.common.config import RunConfig
 from accelerate_recipes.report import plots, summary
 from accelerate_recipes.report.page import page
 from accelerate_recipes.report.plots import axes
-from accelerate_recipes.report.runs import Event, Run, read_runs
+from accelerate_recipes.report.run_history import Event, Run, read_runs
 from support.report import EARLIER, RECORDS, STOPPED, card, evaluation, only, page_of, saved, training
 
 NOT_FINITE = "stopped: train/loss is nan at step 33 in process 0, samples 4, 5: try a lower --learning_rate"

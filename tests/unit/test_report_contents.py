@@ -14,7 +14,7 @@ from PIL import ImageColor
 
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.report import plots, summary, write
-from accelerate_recipes.report.runs import read_runs
+from accelerate_recipes.report.run_history import read_runs
 from accelerate_recipes.templates import FOLDER
 from support.report import COMMAND, EARLIER, RECORDS, card, only, page_of, saved
 from support.tool import tool

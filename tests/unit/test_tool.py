@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from jinja2 import UndefinedError
 
-from accelerate_recipes import package
+from accelerate_recipes import distribution
 from accelerate_recipes.bundle import COMMON, VERSION
 from accelerate_recipes.catalog import GROUPS, runs_here
 from accelerate_recipes.templates import FOLDER, render
 from accelerate_recipes.verify.causes import likely_cause
 from accelerate_recipes.verify.certificate import Row
-from accelerate_recipes.verify.compare import Difference, relative
+from accelerate_recipes.verify.differences import Difference, relative
 from support.launching import CONFIGS, environment
 from support.recipes import RECIPES
 from support.runs import ROOT
@@ -228,7 +228,7 @@ def test_weights_alone_may_differ_by_rounding_noise() -> None:
 
 def test_every_template_ships_and_is_filled_in() -> None:
     """What a template asks for and nobody gives is an error, not an empty place."""
-    shipped = {name for name in package.files() if name.startswith("accelerate_recipes/templates/")}
+    shipped = {name for name in distribution.files() if name.startswith("accelerate_recipes/templates/")}
     assert {Path(name).name for name in shipped} == {path.name for path in FOLDER.iterdir() if path.is_file()}
     with pytest.raises(UndefinedError, match="'title' is undefined"):
         render("data.html", facts=[])

@@ -30,8 +30,8 @@ from accelerate_recipes.common.parallel.pipeline import PIPELINE
 from accelerate_recipes.common.parallel.tensor import TENSOR
 from accelerate_recipes.common.plan import Plan
 from accelerate_recipes.common.step.batch_loss import put
-from accelerate_recipes.common.step.checks import check_given, check_optimizer
 from accelerate_recipes.common.step.optimizer import step_if_finite
+from accelerate_recipes.common.step.refusals import check_given, check_optimizer
 from accelerate_recipes.common.step.values import check_metrics
 from accelerate_recipes.doctor import asked
 from support.config_files import lines_of

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from accelerate_recipes.common.errors import Edit
-from accelerate_recipes.doctor.config import ONE_PROCESS, PREFIXES, Config, is_true
+from accelerate_recipes.doctor.config_file import ONE_PROCESS, PREFIXES, Config, is_true
 from accelerate_recipes.doctor.finding import Finding, as_yaml, words
 
 # {section: the key, and the values of it with which Accelerate reads the section}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from accelerate_recipes.common.errors import Edit
-from accelerate_recipes.doctor.config import Config, is_count
+from accelerate_recipes.doctor.config_file import Config, is_count
 from accelerate_recipes.doctor.finding import Finding, as_yaml
 from accelerate_recipes.doctor.rules.keys import READERS, known
 

@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from ...checkpoint.export import write_model
+from ...checkpoint.exported import write_model
 from ...config import flag
 from ...data.sets import Batch
 from ...environment import has_gpu, print_once

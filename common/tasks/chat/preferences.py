@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, Subset
 from ...checkpoint.identity import known_by
 from ...config import RunConfig
 from ...cpu_group import CpuGroup
-from ...data.mixture import parts_of
+from ...data.mixed import parts_of
 from ...data.sets import Batch, CollateFn, MapDataset
 from ...environment import print_once
 from ...errors import UsageError

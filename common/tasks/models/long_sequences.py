@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import and_masks, packed_sequence_mask_function
 
 from ...errors import UsageError
-from ...step.checks import sizes_that_divide
+from ...step.refusals import sizes_that_divide
 
 if TYPE_CHECKING:
     from ...parallel.sequence import SequenceGroup

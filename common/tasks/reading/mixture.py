@@ -12,7 +12,7 @@ import yaml
 
 from ...config import RunConfig
 from ...data.facts import say
-from ...data.mixture import OF, Mixture
+from ...data.mixed import OF, Mixture
 from ...errors import UsageError
 
 Part = TypeVar("Part")

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from accelerate_recipes.doctor.config import ONE_PROCESS, Config
+from accelerate_recipes.doctor.config_file import ONE_PROCESS, Config
 from accelerate_recipes.doctor.finding import Finding
 from accelerate_recipes.doctor.machine import GIB, Machine
 

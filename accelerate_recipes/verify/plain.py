@@ -17,7 +17,7 @@ from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.weights.on_disk import WeightFiles
 from accelerate_recipes.verify.causes import cause_of_other_repetition, likely_cause_of_script
 from accelerate_recipes.verify.certificate import Certificate, Row
-from accelerate_recipes.verify.compare import Trace, compare, noise_floor
+from accelerate_recipes.verify.differences import Trace, compare, noise_floor
 from accelerate_recipes.verify.runs import LAUNCH
 
 WATCHED = Path(__file__).with_name("watched.py")

@@ -8,7 +8,7 @@ from pathlib import Path
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.console import print_table
 from accelerate_recipes.paths import check_new_file
-from accelerate_recipes.plan.facts import Estimate, NoPlan, Speed
+from accelerate_recipes.plan.estimates import Estimate, NoPlan, Speed
 from accelerate_recipes.plan.hardware import Gpu
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from accelerate_recipes.common.errors import Edit
 from accelerate_recipes.common.parallel.sharding import BY_CLASSES, without_effect
-from accelerate_recipes.doctor.config import Config
+from accelerate_recipes.doctor.config_file import Config
 from accelerate_recipes.doctor.finding import Finding, as_yaml
 
 TRUTH = ("true", "false", "1", "0", "yes", "no", "y", "n", "t", "f", "on", "off")  # words that Accelerate reads
