@@ -109,7 +109,6 @@ def make_batch_loss(config: Any) -> Callable[[dict[str, Tensor]], dict[str, Tens
 
 def measures(measure: Callable[..., Metrics], examples: Examples) -> Metrics:
     """Of the whole evaluation set what pycocotools says of all boxes, each with its most probable class."""
-
     halves = (examples[name].double().chunk(2, -1) for name in ("found", "boxes"))
     corners = [torch.cat([centres - sizes / 2, sizes], -1) for centres, sizes in halves]
     found, right = (each * examples["size"].repeat(1, 2)[:, None] for each in corners)  # in pixels
@@ -123,9 +122,7 @@ def build(config: Config, classes: list[str]) -> tuple[Any, Preprocessing]:
         read = partial(load, AutoModelForObjectDetection, path, "model for object detection", reads=None)
         model, _, new = with_classes(read, path, classes)
         if model.loss_type != "ForObjectDetection":
-            raise UsageError(
-                f"--model_name_or_path {path} is a {type(model).__name__}: use the path of a DETR or YOLOS"
-            )
+            raise UsageError(f"--model_name_or_path {path} is a {type(model).__name__}: use that of a DETR or YOLOS")
         print_once(f"new weights: {', '.join(new[:4])}{' ...' * (len(new) > 4)}" if new else "new weights: none")
         freeze_key_biases(model)
         for name, weight in model.named_parameters():
@@ -168,6 +165,9 @@ def main(config: Config) -> None:
     sources = Sources(config, load_boxed, ("classes",))
     most = max(1, *(len(found) for parts in sources.parts.values() for part in parts for found in part.objects))
     model, form = build(config, sources.train.classes)
+    if most > (room := getattr(model.config, "num_queries", 0) or model.config.num_detection_tokens):
+        advice = "" if config.model_name_or_path else f": use --num_queries {most}"
+        print_once(f"an image has {most} objects, and the model finds {room} at most{advice}")
     make = partial(BoxedImages, names=names_of(model.config), form=form, most=most)
     optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)
     sets = sources.sets(partial(make, flags=config), make)

@@ -1,4 +1,4 @@
-"""Runs a script on plain Accelerate unchanged, and writes down what Accelerate does: started by watch.py."""
+"""Runs a script on plain Accelerate unchanged, and writes down what Accelerate does: started by plain.py."""
 
 import importlib.util
 import json

@@ -2,7 +2,7 @@
 
 from .collate import pad_to_longest
 from .facts import say
-from .mixed import parts_of
+from .mixed import Mixture, parts_of
 from .sets import Batch, Examples, ForwardStep, MapDataset, Metrics
 
-__all__ = ["Batch", "Examples", "ForwardStep", "MapDataset", "Metrics", "pad_to_longest", "parts_of", "say"]
+__all__ = ["Batch", "Examples", "ForwardStep", "MapDataset", "Metrics", "Mixture", "pad_to_longest", "parts_of", "say"]

@@ -189,7 +189,7 @@ def test_the_tests_of_a_project_pass(tmp_path: Path, arguments: str) -> None:
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        pytest.param('"loss": ', '"loss": 2 / (1 + SIZE) * ', id="loss"),
+        pytest.param('"loss": ', '"loss": 2 / (1 + SIZE) * ', id="loss", marks=pytest.mark.full),
         pytest.param("rate,", "rate * SIZE,", id="learning_rate", marks=pytest.mark.full),
     ],
 )

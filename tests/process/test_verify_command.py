@@ -169,8 +169,6 @@ def test_a_record_names_the_step_the_weight_and_the_versions_that_differ(tmp_pat
     assert 0 < reference["floor"]["weights"] < 1e-5 and reference["weights"].keys() == {
         f"{layer}.{name}" for layer in "135" for name in ("weight", "bias")
     }
-    code, found = against(verify, ROOT / MNIST)
-    assert (code, found["verdict"]) == (0, "bit for bit")
     changed = [one for one in reference["records"] if "train/loss" in one][2]
     changed["train/loss"] *= 1.001
     reference["weights"]["3.weight"][0] += 0.1
