@@ -146,7 +146,7 @@ class Walk:
         if hasattr(value, "__next__") and not hasattr(value, "__dict__"):
             before = _position(value)
             self.iterators.append((name, lambda: _position(value) != before))
-            return []
+            return [] if isinstance(value, types.GeneratorType) else _objects(gc.get_referents(value))
         if isinstance(value, Accelerator | types.FrameType | types.TracebackType) or _serves_python(value):
             return []
         named = [vars(each).get("__slots__", ()) for each in type(value).__mro__]
@@ -274,8 +274,8 @@ def _generator(value: Any) -> tuple[Callable[[], dict], Callable[[dict], Any]] |
     """How to read and set the state of a generator of random numbers; None for anything else."""
     get: Callable[[], Any]
     put: Callable[[Any], Any]
-    if isinstance(value, numpy.random.Generator):
-        bits = value.bit_generator
+    if isinstance(value, numpy.random.Generator | numpy.random.BitGenerator):
+        bits: Any = getattr(value, "bit_generator", value)
         get, put = lambda: bits.state, partial(setattr, bits, "state")
     elif isinstance(value, random.Random):
         get, put = value.getstate, value.setstate

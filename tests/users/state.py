@@ -6,6 +6,7 @@ With --late the count is used from step 4 on, after the checked steps.
 import array
 import collections
 import contextvars
+import csv
 import ctypes
 import functools
 import io
@@ -120,6 +121,16 @@ def in_a_thread() -> Callable[[], int]:
     return add
 
 
+def in_rows() -> Callable[[], int]:
+    rows = csv.reader(io.StringIO("\n".join(map(str, range(1, 40)))))
+    return lambda: int(next(rows)[0])
+
+
+def in_bits() -> Callable[[], int]:
+    bits = numpy.random.PCG64(0)
+    return lambda: bits.random_raw() % 7
+
+
 def in_an_array() -> Callable[[], int]:
     kept = torch.zeros(1)
     seen = kept.numpy()  # which shares its memory
@@ -197,6 +208,8 @@ COUNTERS: dict[str, Callable[[], Callable[[], int]]] = {
     "context": in_a_context,
     "thread": in_a_thread,
     "array": in_an_array,
+    "bits": in_bits,
+    "rows": in_rows,
     "weak": weakly,
     "decorated": decorated,
     "file": in_a_file,
