@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from accelerate_recipes.report import write
-from support.launching import accelerate_forked, fork
+from support.launching import accelerate_forked, execute, fork
 from support.recipes import LINEAR
 from support.runs import ROOT, Run
 
@@ -26,8 +26,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
     folder = tmp_path_factory.mktemp("runs")
     flags = "--max_steps 40 --log_every 2 --eval_every 10 --momentum 0.5"
     diverges = "--learning_rate 3 --lr_schedule constant"
+    command = f"accelerate launch --config_file accelerate_configs/ddp.yaml --main_process_port 0 {LINEAR} {flags}"
     return [
-        fork(folder / "done", "ddp", LINEAR, flags),
+        execute(shlex.split(f"{command} --output_dir '{folder / 'done'}'"), ROOT, folder / "done"),
         fork(folder / "a_run_that_fails_and_has_a_long_name", "ddp", LINEAR, f"{flags} {diverges}", succeeds=False),
     ]
 
