@@ -101,7 +101,10 @@ def load(
     if type(model)._auto_class is not None:  # its code goes with the export, from where it is loaded
         own = f"{type(model).__module__.rpartition('.')[2]}.{type(model).__name__}"
         model.config.auto_map = (model.config.auto_map or {}) | {type(model)._auto_class: own}
-    return model, tokenizer, sorted(info["missing_keys"]) + misfits
+    new = sorted(info["missing_keys"]) + misfits
+    if new:
+        print_once(f"new weights: {', '.join(new[:4])}{' ...' * (len(new) > 4)}")
+    return model, tokenizer, new
 
 
 def switch_off_dropout(model: PreTrainedModel) -> None:
