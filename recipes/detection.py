@@ -120,10 +120,9 @@ def build(config: Config, classes: list[str]) -> tuple[Any, Preprocessing]:
     """Returns (model, what it expects of an image). Raises UsageError for wrong sizes or a wrong path."""
     if path := config.model_name_or_path:
         read = partial(load, AutoModelForObjectDetection, path, "model for object detection", reads=None)
-        model, _, new = with_classes(read, path, classes)
+        model = with_classes(read, path, classes)[0]
         if model.loss_type != "ForObjectDetection":
             raise UsageError(f"--model_name_or_path {path} is a {type(model).__name__}: use that of a DETR or YOLOS")
-        print_once(f"new weights: {', '.join(new[:4])}{' ...' * (len(new) > 4)}" if new else "new weights: none")
         freeze_key_biases(model)
         for name, weight in model.named_parameters():
             if any(f"decoder.layers.0.self_attn.{part}_proj" in name for part in "qk"):

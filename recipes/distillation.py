@@ -22,22 +22,18 @@ from functools import partial
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
 
 from accelerate_recipes import Schedule, UsageError, fit, flag, parameter_groups, run, start
 from accelerate_recipes.common.data import Batch, ForwardStep, say
-from accelerate_recipes.common.tasks.chat.chat_models import (
-    ChatFlags,
-    load_chat_model,
-    load_teacher,
-    small_chat_model,
-    write_answers,
-)
+from accelerate_recipes.common.tasks.chat.chat_models import ChatFlags, load_chat_model, small_chat_model, write_answers
 from accelerate_recipes.common.tasks.chat.chats import PAD_CHATS, ChatDataset, load_chats
-from accelerate_recipes.common.tasks.models.causal_lm import CLOSE, with_logits, with_perplexity
+from accelerate_recipes.common.tasks.models.causal_lm import CLOSE, load_pretrained, with_logits, with_perplexity
 from accelerate_recipes.common.tasks.models.lora import with_adapters
-from accelerate_recipes.common.tasks.models.pretrained import export_of
+from accelerate_recipes.common.tasks.models.pretrained import export_of, frozen
 from accelerate_recipes.common.tasks.reading.mixture import Sources
 
 Teacher = Callable[[Batch], Tensor]  # the logits at the places of a batch: (batch, places, tokens)
@@ -108,6 +104,20 @@ def known_answers(batch: Batch) -> Tensor:
     """A teacher that knows the answers, and gives bytes near the right one some probability."""
     labels = batch["labels"].gather(1, batch["places"].clamp(min=0))
     return -2.0 * (torch.arange(256, device=labels.device) - labels[..., None]).abs()
+
+
+def load_teacher(path: str, config: Config, tokenizer: Any, accelerator: Accelerator) -> Teacher:
+    """A frozen chat model, without gradients, on the run's device and in its precision. Raises UsageError for none
+    there, or one whose tokens are not those of the student's tokenizer."""
+    try:
+        given = path, config.max_length, config.attention, "max_length", AutoModelForCausalLM, config.trust_remote_code
+        model, own = load_pretrained(*given)
+    except UsageError as error:
+        raise UsageError(str(error).replace("--model_name_or_path", "--teacher")) from None
+    if own.get_vocab() != tokenizer.get_vocab():
+        raise UsageError(f"--teacher {path} has other tokens than the student: use models with the same tokenizer")
+    teacher = frozen(with_logits(model), accelerator)
+    return torch.no_grad()(lambda batch: teacher(batch["tokens"], batch["places"]))
 
 
 def build(config: Config) -> tuple[nn.Module, Any]:

@@ -15,17 +15,19 @@ To train on your own pairs, or to continue from a pretrained encoder with its po
         --data path/to/pairs.csv --model_name_or_path path/or/hub-id --learning_rate 2e-5
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AutoModel, BertModel
 
-from accelerate_recipes import Schedule, fit, flag, parameter_groups, run, start
+from accelerate_recipes import Schedule, UsageError, fit, flag, parameter_groups, run, start
 from accelerate_recipes.common.data import Batch, pad_to_longest
-from accelerate_recipes.common.tasks.metrics.similarity import correlations, make_batch_loss, retrieval
+from accelerate_recipes.common.tasks.metrics.similarity import LOSSES, Values, correlations, retrieval
 from accelerate_recipes.common.tasks.models.encoder import PADDING, Embedder, EncoderFlags, load_encoder, small_bert
 from accelerate_recipes.common.tasks.models.lora import LoraFlags, base_of, naming_base, with_adapters
 from accelerate_recipes.common.tasks.models.pooling import read_pooling
@@ -63,6 +65,28 @@ class Config(EncoderFlags, LoraFlags):
     learn_temperature: bool = flag(True, "learn the temperature; with --score_column it stays fixed")
     matryoshka: str = flag("", "also train the first numbers of each vector, such as 64,32,16")
     pooling: Literal["auto", "mean", "cls", "lasttoken"] = flag("auto", "auto: as the model's modules.json, else mean")
+
+
+def make_batch_loss(kind: str, matryoshka: str, width: int, scores: list[float | None]) -> Callable[[Values], Values]:
+    """The `batch_loss` of `fit`: a loss of vectors of this width; or with numbers in `matryoshka`, such as "64,32", the
+    sum of those of their first so many elements (Kusupati et al. 2022). `scores` are those of the pairs. Raises
+    UsageError for a loss that is not for such pairs, and for wrong numbers."""
+    numbers = [each.strip() for each in (matryoshka or str(width)).split(",")]
+    widths = [int(each) if each.isdecimal() else 0 for each in numbers]
+    if not all(0 < each <= width for each in widths):
+        raise UsageError(f"--matryoshka {matryoshka}: expected numbers from 1 to {width}, such as {width},{width // 2}")
+    if (kind in ("cosine", "cosent")) != (scores[0] is not None):
+        kinds = "symmetric or one_direction" if scores[0] is None else "cosine or cosent, with --score_column"
+        raise UsageError(f"--loss {kind} is not for such data: use {kinds}")
+    if kind == "cosine" and (most := max(abs(score or 0) for score in scores)) > 1:
+        raise UsageError(f"--loss cosine: a score of {most:g} is no cosine: divide the scores, or use --loss cosent")
+
+    def batch_loss(values: Values) -> Values:
+        vectors = {name: value for name, value in values.items() if value.ndim > 1 and value.is_floating_point()}
+        short = [{name: F.normalize(whole[..., :each], dim=-1) for name, whole in vectors.items()} for each in widths]
+        return {"loss": torch.stack([LOSSES[kind](values | each) for each in short]).sum(0)}
+
+    return batch_loss
 
 
 def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:

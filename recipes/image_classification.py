@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification
 
-from accelerate_recipes import Schedule, UsageError, fit, flag, parameter_groups, print_once, run, start
+from accelerate_recipes import Schedule, UsageError, fit, flag, parameter_groups, run, start
 from accelerate_recipes.common.data import Batch
 from accelerate_recipes.common.tasks.metrics.class_metrics import Confusion, average_precision, weights_of_classes
 from accelerate_recipes.common.tasks.models.encoder import freeze_key_biases
@@ -96,9 +96,7 @@ def build(config: Config, classes: list[str]) -> tuple[Any, Preprocessing]:
     """Returns (model, what it expects of an image). Raises UsageError for wrong sizes or a wrong path."""
     if path := config.model_name_or_path:
         read = partial(load, AutoModelForImageClassification, path, "image classifier", reads=None)
-        model, _, new = with_classes(read, path, classes)
-        if new:
-            print_once(f"new weights: {', '.join(new[:4])}{' ...' * (len(new) > 4)}")
+        model = with_classes(read, path, classes)[0]
         freeze_key_biases(model)
         return model, Preprocessing.of(path)
     if config.image_size % config.patch_size or config.hidden_size % config.num_heads:

@@ -126,9 +126,8 @@ def build(config: Config, classes: list[str]) -> tuple[Any, Preprocessing]:
     """Returns (model, what it expects of an image). Raises UsageError for wrong sizes or a wrong path."""
     if path := config.model_name_or_path:
         read = partial(load, AutoModelForSemanticSegmentation, path, "model for segmentation", reads=None)
-        model, _, new = with_classes(read, path, classes)
-        names = f"{', '.join(new[:4])}{' ...' * (len(new) > 4)}" or "none"
-        print_once(f"new weights: {names}; frozen: the statistics of BatchNorm")
+        model = with_classes(read, path, classes)[0]
+        print_once("frozen: the statistics of BatchNorm")
         form = Preprocessing.of(path)
     else:
         width, three = config.hidden_size, {"sr_ratios": [2, 1, 1], "num_attention_heads": [1, 2, 4]}

@@ -12,13 +12,14 @@ To continue from a pretrained model with your own texts (or with classes: --targ
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/speech.py --data path/to/folder \\
         --text_column transcription --model_name_or_path path/or/hub-id --learning_rate 1e-4 --freeze_feature_encoder
     python recipes/speech.py --predict path/to/recording.wav
+
+A Whisper writes token by token: --model_name_or_path openai/whisper-small --language german --learning_rate 1e-5
 """
 
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-import numpy
 import torch
 import transformers
 from torch import Tensor
@@ -28,13 +29,12 @@ from accelerate_recipes import RunConfig, Schedule, UsageError, fit, flag, param
 from accelerate_recipes.common.data import Batch, ForwardStep, pad_to_longest
 from accelerate_recipes.common.tasks.audio import recordings
 from accelerate_recipes.common.tasks.audio.characters import ErrorRates, tokenizer_of_texts
+from accelerate_recipes.common.tasks.audio.tones import RATE, dial
+from accelerate_recipes.common.tasks.audio.whisper import is_whisper, load_whisper
+from accelerate_recipes.common.tasks.models import pretrained
 from accelerate_recipes.common.tasks.models.encoder import freeze_key_biases
-from accelerate_recipes.common.tasks.models.pretrained import export_of, exported_pipeline, load, switch_off_dropout
 from accelerate_recipes.common.tasks.reading.labelled import Labelled, config_of_classes, names_of, with_classes
 from accelerate_recipes.common.tasks.reading.mixture import Sources
-
-KEYS, RATE = "123456789*0#", 8000  # row by row; samples a second
-ROWS, COLUMNS = (697, 770, 852, 941), (1209, 1336, 1477)  # the tones of the keys in Hz (ITU-T Q.23)
 
 
 @dataclass(kw_only=True)
@@ -59,29 +59,15 @@ class Config(RunConfig):
     hidden_size: int = flag(64, "width of the model", minimum=4)
     num_layers: int = flag(2, "layers of the model", minimum=1)
     model_name_or_path: str | None = flag(None, "continue from this model (folder or Hub id)")
-    freeze_feature_encoder: bool = flag(False, "do not train the convolutions, which read the wave")
+    freeze_feature_encoder: bool = flag(False, "do not train the convolutions, which read the wave; Whisper's encoder")
+    language: str | None = flag(None, "of the texts, for a Whisper of several languages, such as german")
+    task: Literal["transcribe", "translate"] = flag("transcribe", "of Whisper; translate: the texts are in English")
+    max_target_length: int = flag(225, "tokens of a text, of Whisper; so many it writes at most", minimum=1)
     predict: str | None = flag(None, "path of a recording for the model in --output_dir, instead of training")
 
 
-def dial(number: int, seed: int, is_class: bool) -> Labelled:
-    """So many telephone numbers in two groups of digits; or single keys, which are the classes."""
-    draw, samples, texts = numpy.random.default_rng(seed), list[recordings.Recording](), list[str]()
-    for index in range(number):
-        groups = ["".join(draw.choice(list("0123456789"), draw.integers(1, 4))) for _ in range(2)]
-        texts.append(str(draw.choice(list(KEYS))) if is_class else " ".join(groups))
-        wave = numpy.zeros(draw.integers(160, 480))
-        for key in texts[-1]:
-            seconds = numpy.arange(draw.integers(400, 800)) / RATE
-            both = [] if key == " " else [ROWS[KEYS.index(key) // 3], COLUMNS[KEYS.index(key) % 3]]
-            tone = sum(numpy.sin(2 * numpy.pi * (hertz * seconds + draw.random())) for hertz in both)
-            wave = numpy.concatenate([wave, tone + 0 * seconds, numpy.zeros(draw.integers(240, 640))])
-        wave = draw.uniform(0.1, 0.4) * wave + draw.normal(0, 0.1, len(wave))
-        samples.append(recordings.Recording(wave.astype(numpy.float32), RATE, f"recording {index}"))
-    return Labelled.of_names(samples, texts, list(KEYS)) if is_class else Labelled(samples, texts, [])
-
-
-def make_forward_step(name: str, errors: ErrorRates | None) -> ForwardStep:
-    """`forward_step` for texts, or for classes if there are no error rates. `name`: of the model's input."""
+def make_forward_step(name: str, errors: Any, shape: Any) -> ForwardStep:
+    """`forward_step` for texts, or for classes without error rates. `name`: of the input; `shape`: the config."""
 
     def forward_step(model: Any, batch: Batch) -> dict[str, Tensor]:
         """The loss of each recording; of a text, that of CTC divided by the number of its tokens."""
@@ -95,28 +81,38 @@ def make_forward_step(name: str, errors: ErrorRates | None) -> ForwardStep:
         values = {"loss": losses / lengths}
         return values if model.training else values | {"errors": errors.count(logits.argmax(-1), frames, text)}
 
-    return forward_step
+    def write(model: Any, batch: Batch) -> dict[str, Tensor]:
+        """The mean loss of each text's tokens. In an evaluation also what the model writes."""
+        logits = model(batch[name], decoder_input_ids=batch["decoder_input_ids"], use_cache=False).logits.float()
+        losses = F.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none")
+        values = {"loss": losses.sum(1) / batch["weight"]}
+        if not model.training:
+            with pretrained.silent():  # all 30 s at once, with as many passes in each process
+                tokens = model.generate(batch[name], force_unique_generate_call=True, synced_gpus=None)
+            tokens = F.pad(tokens, (0, shape.max_target_positions - tokens.shape[1]), value=shape.eos_token_id)
+            values |= {"written": tokens, "errors": errors.count(tokens, (tokens >= 0).sum(1), batch["labels"])}
+        return values
+
+    return write if errors is not None and shape.is_encoder_decoder else forward_step
 
 
 def build(config: Config, parts: list[Labelled]) -> tuple[Any, Any, Any]:
     """Returns (model, what makes its input of a wave, its tokenizer). Raises UsageError for a wrong path."""
     path, is_class, classes = config.model_name_or_path, config.target == "class", parts[0].classes
     tokenizer, is_new, options = None, False, config_of_classes(classes) if is_class else dict[str, Any]()
-    if not is_class:
+    whisper = path if path and not is_class and is_whisper(path) else None
+    if not is_class and not whisper:
         known = str(config.output_dir / "model") if config.evaluate_only else path
         tokenizer, is_new = tokenizer_of_texts(known, [text for part in parts for text in part.labels])
         options = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
     kind: Any = transformers.AutoModelForAudioClassification if is_class else transformers.AutoModelForCTC
-    if path is not None:
-        read = partial(load, kind, path, "model for recordings", reads=transformers.AutoFeatureExtractor)
-        model, extractor, new = with_classes(read, path, classes) if is_class else read(**options)
-        print_once(f"new weights: {', '.join(new) or 'none'}")
+    if whisper:
+        model, extractor, tokenizer = load_whisper(whisper, config.language, config.task, config.max_target_length)
+    elif path is not None:
+        read = partial(pretrained.load, kind, path, "model for recordings", reads=transformers.AutoFeatureExtractor)
+        model, extractor, _ = with_classes(read, path, classes) if is_class else read(**options)
         if is_new:
             model.lm_head.reset_parameters()
-        if config.freeze_feature_encoder and not hasattr(model, "freeze_feature_encoder"):
-            raise UsageError(f"--freeze_feature_encoder: {type(model).__name__} has none: remove the flag")
-        if config.freeze_feature_encoder:
-            model.freeze_feature_encoder()
     else:
         rate, width = config.sampling_rate, config.hidden_size
         if width % 4:
@@ -127,9 +123,11 @@ def build(config: Config, parts: list[Labelled]) -> tuple[Any, Any, Any]:
         options |= {"feat_extract_norm": "layer", "do_stable_layer_norm": True, "num_conv_pos_embedding_groups": 4}
         model = kind.from_config(transformers.Wav2Vec2Config(**options))
         extractor = transformers.Wav2Vec2FeatureExtractor(sampling_rate=rate, return_attention_mask=True)
-    if config.micro_batch_size != 1:
+    if config.freeze_feature_encoder:
+        recordings.freeze_reader(model)
+    if config.micro_batch_size != 1 and not whisper:  # which always reads 30 s
         recordings.check_padding(model, extractor)
-    switch_off_dropout(model)  # SpecAugment, too
+    pretrained.switch_off_dropout(model)  # SpecAugment, too
     freeze_key_biases(model)
     return model, extractor, tokenizer
 
@@ -137,9 +135,9 @@ def build(config: Config, parts: list[Labelled]) -> tuple[Any, Any, Any]:
 def predict(config: Config, path: str) -> None:
     """Prints what the exported model hears in a recording."""
     task = "audio-classification" if config.target == "class" else "automatic-speech-recognition"
-    hear, recording = exported_pipeline(task, config.output_dir), recordings.open_recording(path, path)
-    rate = hear.feature_extractor.sampling_rate
-    found = hear({"raw": recordings.resample(recording, rate), "sampling_rate": rate})
+    hear, recording = pretrained.exported_pipeline(task, config.output_dir), recordings.open_recording(path, path)
+    wave = recordings.wave_for(hear.feature_extractor, recording)
+    found = hear({"raw": wave, "sampling_rate": hear.feature_extractor.sampling_rate})
     is_text = isinstance(found, dict)
     print_once(found["text"] if is_text else "\n".join(f"{one['label']}: {one['score']:.1%}" for one in found))
 
@@ -168,11 +166,13 @@ def main(config: Config) -> None:
         return recordings.Recordings(part.reorder(classes) if is_class else part, model, extractor, tokenizer)
 
     optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)
-    errors = ErrorRates(tokenizer) if tokenizer else None
-    forward_step = make_forward_step(extractor.model_input_names[0], errors)
-    processor = transformers.Wav2Vec2Processor(extractor, tokenizer) if tokenizer else extractor
+    is_ctc = not model.config.is_encoder_decoder
+    errors = ErrorRates(tokenizer, is_ctc) if tokenizer else None
+    kind: Any = transformers.Wav2Vec2Processor if is_ctc else transformers.WhisperProcessor
     options: dict[str, Any] = {"examples": errors.rates} if errors else {}
-    options |= {"collate_fn": pad_to_longest({"text": -100}), "export": export_of(model, processor)}
+    options |= {"export": pretrained.export_of(model, kind(extractor, tokenizer) if tokenizer else extractor)}
+    options |= {"collate_fn": pad_to_longest({"text": -100, "labels": -100})}
+    forward_step = make_forward_step(extractor.model_input_names[0], errors, model.config)
     fit(accelerator, model, optimizer, forward_step, *sources.sets(heard), config, **options)
 
 

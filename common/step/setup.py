@@ -65,8 +65,8 @@ class Setup:
 
     def check_functions(self, model: nn.Module) -> tuple[NumberedStep, BatchLoss | None]:
         """(forward_step, batch_loss) for this model, as it is wrapped, which raise UsageError for wrong results."""
-        size, keeps = self.plan.micro_batch_size, "examples" in self.options or self.plan.config.save_predictions
-        forward_step = check_values(self.forward_step, size, self.batch_loss is not None, keeps)
+        plan, keeps = self.plan, bool(self.options.get("examples") or self.plan.config.save_predictions)
+        forward_step = check_values(self.forward_step, plan.micro_batch_size, self.batch_loss is not None, keeps)
         if self.plan.layout.num_processes > 1:
             forward_step = knows_what_is_trained(model, forward_step)
         if self.batch_loss is None:

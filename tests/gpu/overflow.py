@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from accelerate_recipes import RunConfig, fit, run, start
 from accelerate_recipes.common.data import Batch
-from accelerate_recipes.common.tasks.reading.tables import TableDataset
+from recipes.linear_regression import TableDataset
 
 
 @dataclass(kw_only=True)

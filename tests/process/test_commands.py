@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from accelerate_recipes.common.records.run_card import read_card
-from support.audio import write_recordings, write_wav2vec2
+from support.audio import write_recordings, write_wav2vec2, write_whisper
 from support.boxes import write_boxes, write_detector
 from support.launching import ACCELERATE_LAUNCH, accelerate, accelerate_forked, execute, fork
 from support.masks import write_masks, write_segformer
@@ -105,9 +105,10 @@ def write_models(command: str, folder: Path) -> None:
     """Writes the model that a command continues from, and data that only such models read."""
     if "path/to/encoder" in command:
         write_encoder(folder / "encoder")
-    elif "path/to/wav2vec2" in command:
+    elif "path/to/wav2vec2" in command or "path/to/whisper" in command:
         write_recordings(folder / "recordings")
         write_wav2vec2(folder / "wav2vec2")
+        write_whisper(folder / "whisper")
     elif "path/to/detr" in command or "path/to/segformer" in command:
         write_boxes(folder / "boxes")
         write_detector(folder / "detr", "detr")

@@ -1,5 +1,5 @@
-"""Promise: speech.py takes the steps of transformers' run_speech_recognition_ctc and run_audio_classification, has the
-error rates of jiwer, and exports what pipelines load, with the same result."""
+"""Promise: speech.py takes the steps of transformers' run_speech_recognition_ctc, run_speech_recognition_seq2seq and
+run_audio_classification, has the error rates of jiwer, and exports what pipelines load, with the same result."""
 
 import json
 from pathlib import Path
@@ -11,11 +11,15 @@ import pytest
 import soundfile
 import torch
 
+from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.tasks.audio.recordings import Recording, Recordings, resample
+from accelerate_recipes.common.tasks.audio.whisper import is_whisper, load_whisper
+from accelerate_recipes.common.tasks.reading.labelled import Labelled
 from support import peers
-from support.audio import LETTERS, RATE, write_classes, write_recordings, write_wav2vec2
+from support.audio import LETTERS, RATE, write_classes, write_recordings, write_wav2vec2, write_whisper
 from support.launching import fork
 from support.recipes import RECIPES
-from support.runs import assert_same_result, largest_difference, refused
+from support.runs import Run, assert_same_result, largest_difference, refused
 
 SCRIPT, _ = RECIPES["speech"]
 SLOWLY = "--learning_rate 1e-3"  # at three times this rate Adam turns the rounding of a bias into 2e-5 of its way
@@ -29,6 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_classes(folder / "classes")
     write_wav2vec2(folder / "ctc")
     write_wav2vec2(folder / "classifier", classes=tuple(LETTERS))
+    write_whisper(folder / "whisper")
     return folder
 
 
@@ -157,6 +162,144 @@ def test_tokens_that_a_model_lacks(tmp_path: Path, folder: Path) -> None:
     same = fork(tmp_path / "same", "single", SCRIPT, flags_of(folder, "text"))  # with the weights of the same seed
     assert largest_difference(kept.column("train/loss"), same.column("train/loss")) < peers.CLOSE
     assert abs(new.column("train/loss")[0] - same.column("train/loss")[0]) > 1e-3
+
+
+WHISPER_RATE = 16_000
+
+
+def whisper_flags(folder: Path, model: Path | None = None) -> str:
+    return flags_of(folder, "text").replace(str(folder / "ctc"), str(model or folder / "whisper"))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Run:
+    flags = f"{whisper_flags(folder)} --language German --max_steps 110 --save_predictions"
+    return fork(tmp_path_factory.mktemp("trained") / "run", "single", SCRIPT, flags)
+
+
+def wave_of(sample: dict[str, Any]) -> Any:
+    return resample(Recording(sample["wave"], RATE, ""), WHISPER_RATE)
+
+
+def written_in(run: Run) -> list[list[int]]:
+    """The tokens of each text of the last evaluation."""
+    return [json.loads(line)["written"] for line in (run.output_dir / "predictions.jsonl").read_text().splitlines()]
+
+
+def test_texts_of_whisper(folder: Path, trained: Run) -> None:
+    from transformers import AutoProcessor, WhisperForConditionalGeneration, pipeline
+
+    def collate(samples: list[Any]) -> Any:
+        waves = [wave_of(sample) for sample in samples]
+        batch = processor(waves, sampling_rate=WHISPER_RATE, return_tensors="pt")
+        labels = processor.tokenizer([sample["text"] for sample in samples], padding=True, return_tensors="pt")
+        batch["labels"] = labels.input_ids.masked_fill(labels.attention_mask == 0, -100)[:, 1:]
+        return batch
+
+    model = WhisperForConditionalGeneration.from_pretrained(folder / "whisper", dropout=0.0).train()
+    processor = AutoProcessor.from_pretrained(folder / "whisper")
+    processor.tokenizer.set_prefix_tokens(language="german", task="transcribe")
+    expected = peers.losses(model, read(folder, "train"), collate)
+    assert largest_difference(trained.column("train/loss")[: peers.NUM_STEPS], expected) < peers.CLOSE
+
+    hear = pipeline("automatic-speech-recognition", model=str(trained.output_dir / "model"))
+    samples = read(folder, "test")
+    texts = [hear({"raw": wave_of(sample), "sampling_rate": WHISPER_RATE})["text"] for sample in samples]
+    ours = [processor.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in written_in(trained)]
+    assert ours == texts and len({*map(len, texts)}) > 2
+    right = [sample["text"] for sample in samples]
+    assert 0 < jiwer.cer(right, texts) < 0.95
+    assert trained.column("eval/wer")[-1] == pytest.approx(jiwer.wer(right, texts), abs=1e-9)
+    assert trained.column("eval/cer")[-1] == pytest.approx(jiwer.cer(right, texts), abs=1e-9)
+    line = fork(trained.output_dir, "single", SCRIPT, f"--predict {folder}/texts/test/000.wav").stdout.strip()
+    assert line == texts[0].strip()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        "fsdp2",
+        *(pytest.param(config, marks=pytest.mark.full) for config in ("ddp", "deepspeed_zero3", "tensor_parallel")),
+    ],
+)
+def test_one_result_of_whisper(tmp_path: Path, folder: Path, trained: Run, config: str) -> None:
+    """Losses, weights, and texts of several lengths. The tokenizer's files name the language."""
+    flags = f"{whisper_flags(folder, trained.output_dir / 'model')} {SLOWLY} --save_predictions --max_steps 5"
+    expected, run = (fork(tmp_path / name, name, SCRIPT, flags) for name in ("single", config))
+    assert_same_result(run, expected)
+    assert written_in(run) == written_in(expected) and len({row.count(row[-1]) for row in written_in(run)}) > 2
+
+
+@pytest.mark.full
+def test_a_frozen_encoder(tmp_path: Path, folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    flags = f"{whisper_flags(folder)} --language en --freeze_feature_encoder --max_steps 2"
+    found = fork(tmp_path / "run", "single", SCRIPT, flags).weights
+    before = load_file(folder / "whisper" / "model.safetensors")
+    moved = {name for name in before if not found[name].equal(before[name])}
+    assert moved and not any(".encoder." in name for name in moved)
+
+
+def test_what_whisper_does_not_take(tmp_path: Path, folder: Path) -> None:
+    """A line says what to type, or to cut the recording."""
+    write_whisper(tmp_path / "english", languages=False)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text('{"model_type": "speech_to_text"}')
+
+    def line(make: Any, *arguments: Any) -> str:
+        with pytest.raises(UsageError) as error:
+            make(*arguments)
+        return str(error.value)
+
+    whisper, english = str(folder / "whisper"), str(tmp_path / "english")
+    knows = f"{whisper} knows 2 languages: use that of the texts, such as --language german"
+    assert line(load_whisper, whisper, None, "transcribe", 9) == f"--language is missing: {knows}"
+    assert line(load_whisper, whisper, "French", "transcribe", 9) == f"--language french: {knows}"
+    assert "has no languages in its" in line(load_whisper, english, "german", "transcribe", 9)
+    assert "is a speech_to_text: use a Whisper, or a model" in line(is_whisper, str(tmp_path / "other"))
+    assert is_whisper(whisper) and not is_whisper(str(folder / "ctc")) and not is_whisper("no/such model")
+
+    def first(seconds: float, text: str, *loaded: Any) -> dict[str, Any]:
+        recording = Recording(numpy.zeros(int(seconds * WHISPER_RATE), numpy.float32), WHISPER_RATE, "a.wav")
+        return Recordings(Labelled([recording], [text], []), *loaded)[0]
+
+    loaded = load_whisper(whisper, "de", "translate", 9)
+    tokens, start = loaded[2].convert_ids_to_tokens(first(1, "ab", *loaded)["labels"].tolist()), "<|startoftranscript|>"
+    assert tokens == ["<|de|>", "<|translate|>", "<|notimestamps|>", "a", "b", "<|endoftext|>"]
+    assert loaded[2].convert_ids_to_tokens(first(1, "ab", *loaded)["decoder_input_ids"][:2].tolist()) == [
+        start,
+        "<|de|>",
+    ]
+    assert line(first, 1.01, "ab", *loaded) == "a.wav has 1.01 s, and the model reads 1 s: cut it into sentences"
+    writes = "tokens, and the model writes 9 at most"
+    assert line(first, 1, "a" * 9, *loaded) == f"a.wav: its text has 10 {writes}: use --max_target_length 10"
+    assert line(first, 1, "a" * 20, *loaded) == f"a.wav: its text has 21 {writes}: cut the recording"
+    only = load_whisper(english, None, "transcribe", 225)
+    assert only[2].convert_ids_to_tokens(first(1, "a", *only)["labels"].tolist()) == [
+        "<|notimestamps|>",
+        "a",
+        "<|endoftext|>",
+    ]
+    assert only[0].generation_config.max_new_tokens == 22  # of 24 positions
+
+
+def test_a_recording_that_is_too_long(tmp_path: Path, folder: Path) -> None:
+    (tmp_path / "data").mkdir()
+    rows = [{"file_name": f"{row}.wav", "transcription": "ab"} for row in range(40)]
+    for row in range(40):
+        soundfile.write(tmp_path / "data" / f"{row}.wav", numpy.zeros(9000 if row == 7 else 4000), RATE)
+    (tmp_path / "data" / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = whisper_flags(folder).replace(str(folder / "texts"), str(tmp_path / "data")) + " --language german"
+    line = refused(fork(tmp_path / "run", "single", SCRIPT, flags, succeeds=False))
+    assert line == f"error: {tmp_path}/data/7.wav has 1.12 s, and the model reads 1 s: cut it into sentences"
+
+
+@pytest.mark.full
+def test_whisper_has_no_stages(tmp_path: Path, folder: Path) -> None:
+    flags = f"{whisper_flags(folder)} --language german --pipeline_stages 2"
+    line = refused(fork(tmp_path / "run", "pipeline_parallel", SCRIPT, flags, succeeds=False))
+    assert "has two chains of layers" in line
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""Recordings in files, and a small Wav2Vec2."""
+"""Recordings in files, a small Wav2Vec2, and a small Whisper."""
 
 import json
 from pathlib import Path
@@ -78,3 +78,38 @@ def write_wav2vec2(folder: Path, tokens: str = LETTERS, classes: tuple[str, ...]
     model.save_pretrained(folder)
     hf.Wav2Vec2FeatureExtractor(sampling_rate=RATE, return_attention_mask=True).save_pretrained(folder)
     return model
+
+
+def write_whisper(folder: Path, languages: bool = True, **settings: Any) -> Any:
+    """A small Whisper in a folder with its feature extractor and tokenizer, which has a token for each byte. It reads a
+    second, knows English and German (or English alone), and has dropout. Returns (model, processor)."""
+    import transformers as hf
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    torch.manual_seed(0)
+    codes = [f"<|{code}|>" for code in hf.models.whisper.tokenization_whisper.LANGUAGES] if languages else []
+    special = ["<|endoftext|>", "<|startoftranscript|>", *codes, "<|translate|>", "<|transcribe|>", "<|startoflm|>"]
+    special += ["<|startofprev|>", "<|nospeech|>", "<|notimestamps|>"]
+    vocabulary = {letter: number for number, letter in enumerate(sorted(bytes_to_unicode().values()))}
+    tokenizer = hf.WhisperTokenizer(vocabulary, [])
+    tokenizer.add_special_tokens({"additional_special_tokens": special[1:], "pad_token": special[0]})
+    tokenizer.add_tokens([f"<|{0.02 * number:.2f}|>" for number in range(51)])
+    ids = dict(zip(special, tokenizer.convert_tokens_to_ids(special)))
+    end, start = ids["<|endoftext|>"], ids["<|startoftranscript|>"]
+    shape: dict[str, Any] = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "num_mel_bins": 16}
+    shape |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "dropout": 0.1, "max_source_positions": 50}
+    shape |= {"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_target_positions": 24, "bos_token_id": end}
+    shape |= {"pad_token_id": end, "eos_token_id": end, "decoder_start_token_id": start}
+    shape |= {"suppress_tokens": None, "begin_suppress_tokens": None, "vocab_size": len(tokenizer)}
+    model = hf.WhisperForConditionalGeneration(hf.WhisperConfig(**shape | settings))
+    known: dict[str, Any] = {"begin_suppress_tokens": [end], "suppress_tokens": [ids["<|nospeech|>"]]}
+    known |= {"no_timestamps_token_id": ids["<|notimestamps|>"], "decoder_start_token_id": start, "max_length": 24}
+    known |= {"forced_decoder_ids": [[1, None]]} | {f"{name}_token_id": end for name in ("bos", "eos", "pad")}
+    if languages:
+        known["lang_to_id"] = {code: ids[code] for code in ("<|en|>", "<|de|>")}
+        known["task_to_id"] = {task: ids[f"<|{task}|>"] for task in ("translate", "transcribe")}
+    model.generation_config = hf.GenerationConfig(**known)
+    model.save_pretrained(folder)
+    processor = hf.WhisperProcessor(hf.WhisperFeatureExtractor(16, chunk_length=1), tokenizer)
+    processor.save_pretrained(folder)
+    return model, processor

@@ -14,7 +14,7 @@ MODULES = """
     accelerate_recipes.common.tasks.vision.images
     accelerate_recipes.common.tasks.chat.chat_models
     accelerate_recipes.common.tasks.nlp.labelled_texts
-    accelerate_recipes.common.tasks.reading.tables
+    accelerate_recipes.common.tasks.reading.sources
     accelerate_recipes.common.tasks.nlp.text
     accelerate_recipes.common.tasks.models.causal_lm
     accelerate_recipes.common.tasks.models.encoder

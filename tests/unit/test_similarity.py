@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.common.tasks.metrics.similarity import LOSSES, correlations, make_batch_loss, retrieval
+from accelerate_recipes.common.tasks.metrics.similarity import LOSSES, correlations, retrieval
+from recipes.embeddings import make_batch_loss
 
 WIDTH, SCALE = 16, 20.0
 

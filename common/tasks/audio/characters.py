@@ -1,7 +1,8 @@
-"""Tokens for CTC, and the word and character error rates of what they say."""
+"""Tokens for CTC, and the word and character error rates of what models write."""
 
 import json
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -30,28 +31,30 @@ def tokenizer_of_texts(name_or_path: str | None, texts: list[str]) -> tuple[Any,
         say(f"the head is new: {name_or_path} has no tokens for {facts}")
     with TemporaryDirectory() as folder:
         file = Path(folder) / "vocab.json"
-        file.write_text(
-            json.dumps({token: number for number, token in enumerate(SPECIAL + characters)}), encoding="utf-8"
-        )
+        tokens = {token: number for number, token in enumerate(SPECIAL + characters)}
+        file.write_text(json.dumps(tokens), encoding="utf-8")
         return Wav2Vec2CTCTokenizer(str(file), None, None, "[UNK]", "[PAD]", "|"), True
 
 
 class ErrorRates:
-    """Word and character error rates, by jiwer. `blank`: CTC's token for none. Raises UsageError without jiwer."""
+    """Word and character error rates, by jiwer. `is_ctc`: of equal tokens side by side one counts, and `blank` is none.
+    Raises UsageError without jiwer."""
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: Any, is_ctc: bool = True):
         try:
             from jiwer import cer, wer
         except ImportError:
             raise UsageError("error rates need jiwer: run pip install 'accelerate-recipes[speech]'") from None
-        self.decode, self.blank, self.wer, self.cer = tokenizer.decode, tokenizer.pad_token_id, wer, cer
+        self.blank, self.wer, self.cer = tokenizer.pad_token_id, wer, cer
+        self.decode = tokenizer.decode if is_ctc else partial(tokenizer.decode, skip_special_tokens=True)
+        self.options = {"group_tokens": False} if is_ctc else {}  # for labels
 
-    def count(self, best: Tensor, frames: Tensor, labels: Tensor) -> Tensor:
+    def count(self, best: Tensor, lengths: Tensor, labels: Tensor) -> Tensor:
         """For `forward_step`: wrong words, words, wrong characters and characters of each text, int64 of shape (batch,
-        4); of the best tokens: (batch, frames), how many frames count: (batch,), and the labels: (batch, tokens)."""
+        4); of the best tokens: (batch, frames), how many of them count: (batch,), and the labels: (batch, tokens)."""
         rows = list[tuple[float, ...]]()
-        for tokens, number, label in zip(best.tolist(), frames.tolist(), labels.tolist()):
-            right = self.decode([token for token in label if token >= 0], group_tokens=False)
+        for tokens, number, label in zip(best.tolist(), lengths.tolist(), labels.tolist()):
+            right = self.decode([token for token in label if token >= 0], **self.options)
             written, words = self.decode(tokens[:number]), len(right.split())
             rows.append((self.wer(right, written) * words, words, self.cer(right, written) * len(right), len(right)))
         return torch.tensor(rows, device=best.device).round().long()

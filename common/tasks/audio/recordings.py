@@ -37,7 +37,9 @@ class Recording(NamedTuple):
 @dataclass(eq=False, repr=False)
 class Recordings(Dataset):
     """Samples {the model's input: float32 of shape (samples,) or (frames, features); "frames": int, of the logits;
-    "text": int64 of shape (tokens,), or "label": int}. Raises UsageError for a recording too short for its text."""
+    "text": int64 of shape (tokens,), or "label": int}. Raises UsageError for a recording too short for its text. Those
+    of Whisper, instead of frames and text: {"decoder_input_ids" and "labels": int64 of shape (tokens,), "weight": their
+    number}. Raises UsageError for too long a recording or text."""
 
     source: Labelled  # of `Recording`s; labels are texts if there is a tokenizer
     model: Any  # of transformers, which says how many frames it makes
@@ -49,8 +51,10 @@ class Recordings(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         recording, label, rate = self.source.samples[index], self.source.labels[index], self.extractor.sampling_rate
-        name, wave = self.extractor.model_input_names[0], resample(recording, rate)
+        name, wave = self.extractor.model_input_names[0], wave_for(self.extractor, recording)
         values = torch.from_numpy(self.extractor(wave, sampling_rate=rate, return_tensors="np")[name][0])
+        if self.tokenizer is not None and self.model.config.is_encoder_decoder:
+            return {name: values} | self._to_write(label, recording.name)
         count = getattr(self.model, "_get_feat_extract_output_lengths", int)
         frames, needed, target = int(count(torch.tensor(len(values)))), 1, {"label": label}
         if self.tokenizer is not None:
@@ -63,6 +67,23 @@ class Recordings(Dataset):
                 f"text or class needs {needed}: correct the text or remove the recording"
             )
         return {name: values, "frames": frames} | target
+
+    def _to_write(self, text: str, name: str) -> dict[str, Any]:
+        tokens, longest = self.tokenizer(text).input_ids, self.model.generation_config.max_new_tokens
+        number, fits = len(tokens) - len(self.tokenizer.prefix_tokens), len(tokens) <= self.model.max_target_positions
+        if number > longest:
+            advice = f"use --max_target_length {number}" if fits else "cut the recording"
+            raise UsageError(f"{name}: its text has {number} tokens, and the model writes {longest} at most: {advice}")
+        given, labels = [self.model.config.decoder_start_token_id, *tokens[1:-1]], torch.tensor(tokens[1:])
+        return {"decoder_input_ids": torch.tensor(given), "labels": labels, "weight": float(len(given))}
+
+
+def freeze_reader(model: Any) -> None:
+    """Freezes what reads the wave: Whisper's encoder, or the convolutions. Raises UsageError if there is neither."""
+    freeze = getattr(model, "freeze_encoder", None) or getattr(model, "freeze_feature_encoder", None)
+    if freeze is None:
+        raise UsageError(f"--freeze_feature_encoder: {type(model).__name__} has none: remove the flag")
+    freeze()
 
 
 @torch.no_grad()
@@ -80,6 +101,15 @@ def check_padding(model: Any, extractor: Any) -> None:
         raise UsageError(
             f"{type(model).__name__}: padding changes its result: use --micro_batch_size 1, or another model"
         )
+
+
+def wave_for(extractor: Any, recording: Recording) -> Any:
+    """The wave of a recording for a feature extractor. Raises UsageError if that would leave its end out."""
+    wave, most = resample(recording, extractor.sampling_rate), getattr(extractor, "n_samples", None)
+    if most and len(wave) > most:
+        seconds = f"{len(wave) / extractor.sampling_rate:.2f} s, and the model reads {extractor.chunk_length} s"
+        raise UsageError(f"{recording.name} has {seconds}: cut it into sentences")
+    return wave
 
 
 def resample(recording: Recording, rate: int) -> Any:

@@ -5,18 +5,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from accelerate import Accelerator
-from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from ...checkpoint.exported import write_model
 from ...config import flag
-from ...data.sets import Batch
 from ...environment import has_gpu, print_once
 from ...errors import UsageError
 from ...seeds import CPU, restore_generators
 from ...weights.on_disk import materialize
-from ..models.causal_lm import checkpoint_activations, load_pretrained, load_trained, with_logits
+from ..models.causal_lm import checkpoint_activations, load_pretrained, load_trained
 from ..models.lora import LoraFlags, base_of, naming_base
 from ..models.pretrained import export_of, load, runnable, switch_off_dropout
 from ..models.tokenization import END, adds_special_tokens, byte_tokenizer, tokenizer_of
@@ -70,31 +67,6 @@ def load_chat_model(
     if config.activation_checkpointing:
         checkpoint_activations(model)
     return model, with_chat_template(tokenizer, model)
-
-
-def load_teacher(path: str, config: ChatFlags, tokenizer: Any, accelerator: Accelerator) -> Callable[[Batch], Tensor]:
-    """A function from a batch of conversations to the logits of a frozen chat model at its places, without gradients.
-
-    Args:
-        path: of the model, or its Hub id.
-        config: the flags.
-        tokenizer: of the student.
-        accelerator: says on which device the model computes, and how precisely.
-
-    Raises:
-        UsageError: no chat model there, or one whose tokens are not those of the student.
-    """
-    try:
-        given = path, config.max_length, config.attention, "max_length", AutoModelForCausalLM, config.trust_remote_code
-        model, own = load_pretrained(*given)
-    except UsageError as error:
-        raise UsageError(str(error).replace("--model_name_or_path", "--teacher")) from None
-    if own.get_vocab() != tokenizer.get_vocab():
-        raise UsageError(f"--teacher {path} has other tokens than the student: use models with the same tokenizer")
-    materialize(model)
-    precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
-    teacher = with_logits(model).to(accelerator.device, precision).eval().requires_grad_(False)
-    return torch.no_grad()(lambda batch: teacher(batch["tokens"], batch["places"]))
 
 
 def with_chat_template(tokenizer: Any, model: PreTrainedModel) -> Any:

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...data import Examples, Metrics
-from ...errors import UsageError
 
 ROUNDING = 1e-6  # of a similarity in float32
 QUERIES_AT_ONCE = 1024
@@ -57,28 +56,6 @@ LOSSES: dict[str, Callable[[Values], Tensor]] = {  # of each pair, shape (batch,
     "cosine": lambda values: (_cosines(values) - values["score"]).square(),  # CosineSimilarityLoss
     "cosent": lambda values: _order(values["scale"] * _cosines(values), values["score"]),  # CoSENTLoss
 }
-
-
-def make_batch_loss(kind: str, matryoshka: str, width: int, scores: list[float | None]) -> Callable[[Values], Values]:
-    """The `batch_loss` of `fit`: a loss of vectors of this width; or with numbers in `matryoshka`, such as "64,32", the
-    sum of those of their first so many elements (Kusupati et al. 2022). `scores` are those of the pairs. Raises
-    UsageError for a loss that is not for such pairs, and for wrong numbers."""
-    numbers = [each.strip() for each in (matryoshka or str(width)).split(",")]
-    widths = [int(each) if each.isdecimal() else 0 for each in numbers]
-    if not all(0 < each <= width for each in widths):
-        raise UsageError(f"--matryoshka {matryoshka}: expected numbers from 1 to {width}, such as {width},{width // 2}")
-    if (kind in ("cosine", "cosent")) != (scores[0] is not None):
-        kinds = "symmetric or one_direction" if scores[0] is None else "cosine or cosent, with --score_column"
-        raise UsageError(f"--loss {kind} is not for such data: use {kinds}")
-    if kind == "cosine" and (most := max(abs(score or 0) for score in scores)) > 1:
-        raise UsageError(f"--loss cosine: a score of {most:g} is no cosine: divide the scores, or use --loss cosent")
-
-    def batch_loss(values: Values) -> Values:
-        vectors = {name: value for name, value in values.items() if value.ndim > 1 and value.is_floating_point()}
-        short = [{name: F.normalize(whole[..., :each], dim=-1) for name, whole in vectors.items()} for each in widths]
-        return {"loss": torch.stack([LOSSES[kind](values | each) for each in short]).sum(0)}
-
-    return batch_loss
 
 
 def retrieval(examples: Examples) -> Metrics:

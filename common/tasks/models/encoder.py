@@ -93,9 +93,7 @@ def load_encoder(kind: Any, name_or_path: str, max_length: int, **options: Any) 
         max_length: tokens of the longest text.
         options: for `from_pretrained`, such as `id2label` and `label2id` of the classes, and `trust_remote_code`.
     """
-    model, tokenizer, new = load(kind, name_or_path, "encoder", **options)
-    if new:
-        print_once(f"new weights: {', '.join(new[:4])}{' ...' * (len(new) > 4)}")
+    model, tokenizer, _ = load(kind, name_or_path, "encoder", **options)
     if tokenizer.pad_token_id is None:
         raise UsageError(
             f"--model_name_or_path {name_or_path}: its tokenizer has no token for padding: use the path of an encoder"

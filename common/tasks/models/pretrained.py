@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
+from accelerate import Accelerator, init_empty_weights
 from tokenizers import Tokenizer
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
@@ -22,7 +22,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from ...environment import print_once
 from ...errors import UsageError, first_line
 from ...files import check_is_pulled
-from ...weights.on_disk import WeightFiles, leave_on_disk, on_disk, with_random_weights
+from ...weights.on_disk import WeightFiles, leave_on_disk, materialize, on_disk, with_random_weights
 from .tokenization import tokenizer_of
 
 TYPES = ("F64", "F32", "F16", "BF16")  # of safetensors, whose numbers are the weights themselves
@@ -101,7 +101,17 @@ def load(
     if type(model)._auto_class is not None:  # its code goes with the export, from where it is loaded
         own = f"{type(model).__module__.rpartition('.')[2]}.{type(model).__name__}"
         model.config.auto_map = (model.config.auto_map or {}) | {type(model)._auto_class: own}
-    return model, tokenizer, sorted(info["missing_keys"]) + misfits
+    new = sorted(info["missing_keys"]) + misfits
+    if new:
+        print_once(f"new weights: {', '.join(new[:4])}{' ...' * (len(new) > 4)}")
+    return model, tokenizer, new
+
+
+def frozen(model: nn.Module, accelerator: Accelerator) -> nn.Module:
+    """The model without gradients, on the run's device and in its precision."""
+    materialize(model)
+    precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
+    return model.to(accelerator.device, precision).eval().requires_grad_(False)
 
 
 def switch_off_dropout(model: PreTrainedModel) -> None:
