@@ -74,15 +74,13 @@ def load_chat_model(
 
 def load_teacher(path: str, config: ChatFlags, tokenizer: Any, accelerator: Accelerator) -> Callable[[Batch], Tensor]:
     """A function from a batch of conversations to the logits of a frozen chat model at its places, without gradients.
+    Raises UsageError for no chat model there, or one whose tokens are not those of the student.
 
     Args:
         path: of the model, or its Hub id.
         config: the flags.
         tokenizer: of the student.
         accelerator: says on which device the model computes, and how precisely.
-
-    Raises:
-        UsageError: no chat model there, or one whose tokens are not those of the student.
     """
     try:
         given = path, config.max_length, config.attention, "max_length", AutoModelForCausalLM, config.trust_remote_code
@@ -130,6 +128,8 @@ def _end_answers(tokenizer: Any, model: PreTrainedModel) -> None:
     ends = [token for token in mark if token in plain.added_tokens_decoder or len(mark) == 1][:1]
     known = model.generation_config.eos_token_id
     known = [] if known is None else known if isinstance(known, list) else [known]
+    if wrong := [token for token in known if not isinstance(token, int)]:
+        raise UsageError(f"eos_token_id in generation_config.json is {wrong[0]!r}: use the number of the token there")
     if ends or known:
         model.config.eos_token_id = model.generation_config.eos_token_id = list(dict.fromkeys(ends + known))
     model.ends_otherwise = not {*ends} <= {*known}
