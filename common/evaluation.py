@@ -33,7 +33,7 @@ from .weights.on_disk import materialize
 
 
 class Evaluation:
-    """The evaluations of a run.
+    """The evaluations of a run. Raises UsageError if one of a sample lacks the metric `--metric_for_best_model`.
 
     Args:
         engine: holds the model to evaluate, and the setup of the run. Each sample of an evaluation set counts once. The
@@ -43,9 +43,6 @@ class Evaluation:
 
     Attributes:
         metrics: those of the last evaluation; empty before the first.
-
-    Raises:
-        UsageError: an evaluation of one sample does not return the metric `--metric_for_best_model`.
     """
 
     def __init__(self, engine: Engine, state: TrainState, watch: Watch):

@@ -35,7 +35,7 @@ def run(main: Callable[[ConfigT], Any], config_class: type[ConfigT]) -> NoReturn
     prints: it mostly causes the other failures.
     """
     sys.stdout, sys.stderr = Output(sys.stdout), Output(sys.stderr)
-    if code_file := Environment.read().code_file:
+    if (code_file := Environment.read().code_file) and code_file.parent.is_dir():  # else its launcher is gone
         code_file.touch()  # the file exists: the recipe has started
     # Before the first step there is nothing to save.
     signals.catch(lambda name: end(StoppedError(f"by {name} before the first step: the same command starts again")))
@@ -84,7 +84,7 @@ def _call(afterwards: Callable[[], Any]) -> None:
 def _after_restart(config: ConfigT) -> ConfigT:
     """The config; after a restart by the launcher (`--max_restarts`), one that resumes from the newest checkpoint."""
     environment = Environment.read()
-    if environment.num_restarts == 0:
+    if environment.num_restarts == 0 or environment.local_rank is None:  # torchrun sets both
         return config
     # If this launcher's run has not written its run card yet, the folder's content is from another run.
     if environment.num_machines == 1 and read_card(config.output_dir).get("launcher") != os.getppid():

@@ -36,13 +36,10 @@ def verify_watched(script: Path, flags: list[str], steps: int, folder: Path, as_
     """Runs the script on one process and under DDP, compares them and writes the certificate; returns the exit code.
 
     If they differ, one process runs twice more, once with weights that start one rounding error away: what differs no
-    more than ten times as far is noise.
+    more than ten times as far is noise. Raises UsageError for no such script, or one that takes no steps or fails.
 
     Args:
         script: its path, or the name of a module.
-
-    Raises:
-        UsageError: no such script, or it takes no steps, or fails in one process.
     """
     certificate = Certificate(folder, _file_of(script), flags, steps, as_json)
     certificate.begin(["single, 2 accumulated", "ddp (MULTI_CPU)"])

@@ -6,7 +6,7 @@ import torch
 
 from ..config import RunConfig
 from ..environment import Environment, check_compiler, launcher_was_given
-from ..errors import Edit, UsageError
+from ..errors import Edit, UsageError, first_line
 from ..layout import Layout
 from ..parallel.strategies import strategies_of
 from ..parallel.strategy import LaunchCheck
@@ -19,9 +19,10 @@ def check_launcher(layout: Layout, config: RunConfig) -> None:
     environment = layout.environment
     launched = environment.local_rank is not None
     has_place = environment.main_address and environment.main_port
-    kinds = [f"ACCELERATE_USE_{kind}" for kind in ("DEEPSPEED", "FSDP", "PARALLELISM_CONFIG")]
+    kinds = [f"ACCELERATE_USE_{kind}" for kind in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG")]
     of_all = f"{environment.rank} of {environment.world_size} processes"
     left = [
+        ("WORLD_SIZE", environment.world_size == 0, "0"),
         ("RANK", environment.rank >= environment.world_size, of_all),
         ("LOCAL_RANK", launched and not has_place, f"{environment.local_rank} without MASTER_ADDR or MASTER_PORT"),
         *((kind, not launched and environment.is_true(kind), "true without a launcher") for kind in kinds),
@@ -46,6 +47,11 @@ def check_launcher(layout: Layout, config: RunConfig) -> None:
 
 def check_device(layout: Layout, config: RunConfig) -> None:
     """An accelerator that these recipes do not know, or fewer GPUs than processes."""
+    if asked := layout.environment.settings.get("ACCELERATE_TORCH_DEVICE"):
+        try:
+            torch.empty(0, device=asked)
+        except (RuntimeError, AssertionError) as error:  # AssertionError: torch without this kind of device
+            raise UsageError(f"ACCELERATE_TORCH_DEVICE is {asked}: {first_line(error)}", "unset it") from None
     if layout.device not in SUPPORTED:
         raise UsageError(
             f"this machine's accelerator is {layout.device}, but these recipes support {', '.join(SUPPORTED)}",

@@ -92,7 +92,7 @@ def saying_who_waits(environment: Environment) -> Iterator[None]:
     )
     timer = threading.Timer(PATIENCE_S, print, [line], {"flush": True})
     timer.daemon = True
-    if environment.world_size > 1:
+    if environment.local_rank is not None:
         timer.start()
     try:
         yield
@@ -117,6 +117,8 @@ def _exchange(facts: dict[str, Any], environment: Environment) -> list[dict[str,
             store.set(f"{prefix}{environment.machine_rank}", json.dumps(facts))
         while len(machines) < environment.num_machines:
             machines.append(json.loads(store.get(f"{prefix}{len(machines)}")))
+    except ValueError as error:  # a variable that torchrun sets is missing
+        raise UsageError(f"{first_line(error)}: unset GROUP_WORLD_SIZE, or start with accelerate launch") from None
     except dist.DistStoreError:
         raise RunError(
             f"the processes of machine {len(machines)} of {environment.num_machines} did not start within "

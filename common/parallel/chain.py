@@ -99,7 +99,7 @@ class _Call:
 
 def find_chain(model: nn.Module, forward: Forward, states: Callable[[], Any]) -> tuple[dict[str, int], list[str]]:
     """The chain with most weights: layers each of which gets the hidden states of the one before, all of one
-    shape and type.
+    shape and type. Raises UsageError if there is none, there are two, or its layers draw random numbers.
 
     Args:
         model: whole; hooks stay on it.
@@ -109,9 +109,6 @@ def find_chain(model: nn.Module, forward: Forward, states: Callable[[], Any]) ->
     Returns:
         {layer: how many values it returns as a tuple, with the hidden states first; 0: the hidden states}, in the order
         of the pass; and the attributes that layers set.
-
-    Raises:
-        UsageError: there is none, there are two, or its layers draw random numbers.
     """
     name, modules = type(model).__name__, dict(model.named_modules())
     lists = {

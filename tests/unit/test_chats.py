@@ -413,6 +413,14 @@ def test_plain_template_begins_and_ends_as_the_tokenizer_does() -> None:
     assert model.config.eos_token_id == model.generation_config.eos_token_id == [257, 3]
 
 
+def test_an_end_that_is_no_number_of_a_token() -> None:
+    tokenizer, (model, _) = byte_tokenizer(), small_chat_model(64, "sdpa")
+    for wrong in ("<|im_end|>", [3, 256.0]):
+        model.generation_config.eos_token_id = wrong
+        with pytest.raises(UsageError, match=r"eos_token_id in generation_config.json is .*: use the number of the to"):
+            with_chat_template(tokenizer, model)
+
+
 def test_mark_of_several_tokens_ends_no_answer_at_its_first(capsys: pytest.CaptureFixture) -> None:
     tokenizer, (model, _) = byte_tokenizer(), small_chat_model(64, "sdpa")
     known = model.generation_config.eos_token_id

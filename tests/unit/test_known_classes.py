@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification
+from transformers import AutoModelForImageClassification, BertConfig, ViTConfig, ViTForImageClassification
 
 from accelerate_recipes.common.data.facts import count_by_class
 from accelerate_recipes.common.tasks.models.pretrained import load
-from accelerate_recipes.common.tasks.reading.labelled import classes_of_model, names_of, with_classes
+from accelerate_recipes.common.tasks.reading.labelled import classes_of_model, config_of_classes, names_of, with_classes
 
 Out = pytest.CaptureFixture[str]
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -106,3 +106,10 @@ def test_numbers_of_outputs_without_names(classifier: Callable[..., Any], tmp_pa
     assert names_of(model.config) == ["0", "1", "2"] and torch.equal(model.classifier.weight, before.classifier.weight)
     for classes in (["7", "5000"], ["0"]):
         assert names_of(read(tmp_path, classes).config) == classes
+
+
+@pytest.mark.parametrize("classes", [["LABEL_0"], ["cat", "dog"]])
+def test_transformers_takes_what_the_config_says_of_classes(classes: list[str]) -> None:
+    config = BertConfig(**config_of_classes(classes))
+    assert names_of(config) == classes
+    assert config.problem_type == (None if len(classes) == 1 else "single_label_classification")

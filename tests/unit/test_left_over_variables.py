@@ -1,9 +1,11 @@
 """Promise: variables that another launch has left end a run in one line, or do not count."""
 
+import json
 import os
 import re
 import socket
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
@@ -12,9 +14,10 @@ from accelerate_recipes.common.config import RunConfig
 from accelerate_recipes.common.environment import Environment, drop_leftovers
 from accelerate_recipes.common.errors import RunError, UsageError
 from accelerate_recipes.common.launch import machines
-from accelerate_recipes.common.launch.checks import check_launcher
-from accelerate_recipes.common.launch.machines import saying_who_waits
+from accelerate_recipes.common.launch.checks import check_device, check_launcher
+from accelerate_recipes.common.launch.machines import agreement, saying_who_waits
 from accelerate_recipes.common.layout import Layout
+from accelerate_recipes.common.run import _after_restart
 
 
 @pytest.fixture(autouse=True)
@@ -51,8 +54,10 @@ ADDRESS = {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
             "RANK is 3 of 1 processes: another launch has left it: unset RANK, or start with accelerate launch",
         ),
         (ADDRESS | {"RANK": "5", "WORLD_SIZE": "2"}, "RANK is 5 of 2 processes"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is 0: another launch has left it: unset WORLD_SIZE, or start"),
         ({"LOCAL_RANK": "0"}, "LOCAL_RANK is 0 without MASTER_ADDR or MASTER_PORT"),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "ACCELERATE_USE_DEEPSPEED is true without a launcher"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "ACCELERATE_USE_MEGATRON_LM is true without a launcher"),
         ({"ACCELERATE_USE_FSDP": "1"}, "unset ACCELERATE_USE_FSDP, or start with accelerate launch"),
     ],
 )
@@ -63,6 +68,26 @@ def test_variables_of_another_launch(monkeypatch: pytest.MonkeyPatch, variables:
     layout = Layout(environment=environment, rank=environment.rank, num_processes=environment.world_size)
     with pytest.raises(UsageError, match=re.escape(line)):
         check_launcher(layout, RunConfig())
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "nonsense"])
+def test_a_device_of_another_machine(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", device)
+    layout = Layout(environment=Environment.read())
+    with pytest.raises(UsageError, match=f"ACCELERATE_TORCH_DEVICE is {device}: .*: unset it"):
+        check_device(layout, RunConfig())
+
+
+def test_what_torchrun_counts_needs_torchrun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    (tmp_path / "run.json").write_text(json.dumps({"launcher": os.getppid()}))  # the shell of both runs
+    assert _after_restart(RunConfig(output_dir=tmp_path)).resume_from_checkpoint is None
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert _after_restart(RunConfig(output_dir=tmp_path)).resume_from_checkpoint == "latest"
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    line = "environment variable RANK expected, but not set: unset GROUP_WORLD_SIZE, or start with accelerate launch"
+    with pytest.raises(UsageError, match=line), agreement(Environment.read(), RunConfig()):
+        pass
 
 
 def test_a_port_that_is_taken() -> None:

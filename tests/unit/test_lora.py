@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,9 @@ def test_adapters_of_peft_go_on(tmp_path: Path) -> None:
     }
     adapter = adapted.peft_adapter
     assert adapter.settings.base_model_name_or_path == "base" and adapter.settings.lora_alpha == 5
+    (tmp_path / "base").mkdir()
+    with chdir(tmp_path):  # PEFT's files may name their base from where they were made; the export lies elsewhere
+        assert go_on(llama(), tmp_path).peft_adapter.settings.base_model_name_or_path == str(tmp_path / "base")
     assert adapter.start_digest != adapter.base_digest == adapt(llama()).peft_adapter.start_digest
 
 
@@ -130,6 +134,13 @@ def test_adapters_of_peft_go_on(tmp_path: Path) -> None:
         (lambda folder: of_peft(folder, use_dora=True), "is DoRA, not plain LoRA: merge it with PEFT"),
         (lambda folder: (of_peft(folder), (folder / "adapter_model.safetensors").unlink()), "no adapters of Llama"),
         (lambda folder: (of_peft(folder), save_file({}, folder / "adapter_model.safetensors")), "its weights are not"),
+        (
+            lambda folder: (
+                of_peft(folder),
+                (folder / "adapter_model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n"),
+            ),
+            "adapter_model.safetensors is a pointer of Git LFS, not the file itself: run git lfs pull",
+        ),
         (
             lambda folder: (of_peft(folder), save_file({}, folder / "adapter_model.safetensors", {"base": "other"})),
             "was made with base other, this run has",

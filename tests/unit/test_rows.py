@@ -171,7 +171,13 @@ BROKEN = [
     ("a.csv", b'text,label\n"foo,1\nbar,2\n', "line 3: unexpected end of data: put text that contains quotes in"),
     ("a.csv", b"text,text\nfoo,1\n", "several columns of the name text"),
     ("a.csv", b"text,label\ncaf\xe9,1\n", "is not text in UTF-8 (invalid continuation byte at byte 14): convert it"),
-    ("a.csv", "text,label\nfoo,1\n".encode("utf-16-le"), "holds zero bytes: it is not UTF-8 text"),
+    (
+        "a.csv",
+        "text,label\nfoo,1\n".encode("utf-16-le"),
+        "holds zero bytes: it is not UTF-8 text; convert it with iconv",
+    ),
+    ("a.csv", b"PK\x03\x04\x14\x00", "is a workbook of Excel, or a zip archive: save it as CSV, or unpack it"),
+    ("a.jsonl", b"\xd0\xcf\x11\xe0\xa1\xb1", "is a workbook of Excel, or a zip archive"),
     ("a.csv", b"", "has no rows"),
     ("a.csv", b"text,label\n", "has no rows"),
     ("a.csv.gz", gzip.compress(b"text,label\n" * 9999)[:50], "is damaged"),
@@ -245,7 +251,7 @@ def test_quotes_between_tabs(
     assert texts(str(tmp_path / "b.tsv.gz")) == ["a"]
 
 
-@pytest.mark.parametrize("first", ["sep=;", "SEP=;\r", '"sep=;"'])
+@pytest.mark.parametrize("first", ["sep=;", "SEP=;\r", '"sep=;"', "sep=;\n"])
 def test_the_separator_that_excel_writes_first(tmp_path: Path, first: str) -> None:
     (tmp_path / "a.csv").write_text(f"{first}\ntext;label\n1,5;a\n")
     assert texts(str(tmp_path / "a.csv")) == ["1,5"]

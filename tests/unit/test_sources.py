@@ -169,7 +169,7 @@ def labelled(path: Path, rows: list[dict[str, object]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-@pytest.mark.parametrize("empty", [{"label": -1}, {"label": None}, {"label": ""}, {"number": 1}])
+@pytest.mark.parametrize("empty", [{"label": -1}, {"label": -1.0}, {"label": None}, {"label": ""}, {"number": 1}])
 def test_a_part_without_classes_is_no_evaluation(
     tmp_path: Path, empty: dict[str, object], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -209,9 +209,14 @@ def test_what_save_to_disk_wrote(tmp_path: Path) -> None:
     DatasetDict(parts).save_to_disk(str(tmp_path / "both"))
     assert found(tmp_path / "one") == [[f"test {number}" for number in range(5)]]
     assert found(tmp_path / "both", 2) == [["train 0", "train 1"], ["test 0", "test 1"]]
+    with pytest.raises(UsageError, match="use the folder that save_to_disk wrote, or write to_parquet"):
+        found(tmp_path)
     (tmp_path / "one" / "state.json").unlink()
     with pytest.raises(UsageError, match="the files cannot be read"):
         found(tmp_path / "one")
+    next(tmp_path.glob("both/test/*.arrow")).write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(UsageError, match=r"arrow is a pointer of Git LFS, not the file itself: run git lfs pull"):
+        found(tmp_path / "both")
 
 
 def test_the_output_of_runs_is_no_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,6 +102,8 @@ def _end_answers(tokenizer: Any, model: PreTrainedModel) -> None:
     ends = [token for token in mark if token in plain.added_tokens_decoder or len(mark) == 1][:1]
     known = model.generation_config.eos_token_id
     known = [] if known is None else known if isinstance(known, list) else [known]
+    if wrong := [token for token in known if not isinstance(token, int)]:
+        raise UsageError(f"eos_token_id in generation_config.json is {wrong[0]!r}: use the number of the token there")
     if ends or known:
         model.config.eos_token_id = model.generation_config.eos_token_id = list(dict.fromkeys(ends + known))
     model.ends_otherwise = not {*ends} <= {*known}

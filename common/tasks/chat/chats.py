@@ -91,7 +91,7 @@ class Chats:
             roles = sorted({message["role"] for message in Conversation.of(self.chat(0)).messages})
             raise UsageError(
                 f"--data {data}: no token is trained: expected messages of the role assistant, found "
-                f"{', '.join(roles)}; or use a larger --max_length"
+                f"{', '.join(roles)}; or use a larger --max_length, or a weight above 0"
             )
         return self if len(kept) == total else self.part(kept)
 

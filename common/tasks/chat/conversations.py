@@ -170,7 +170,8 @@ def fit_to_template(messages: Messages, template: Any, options: Mapping[str, Any
     Templates differ: some take parts of a content, others texts alone; arguments of a call as a dict, or as JSON; and
     some know a call by a content that is missing. Raises UsageError if the template refuses all forms."""
     refusal = fault = None
-    for form in _forms(messages):
+    for content, joins, convert in itertools.product(("", None), (False, True), (_parse, _dump)):
+        form = [_in_form({"content": content, **message}, joins, convert) for message in messages]
         try:
             text = render(form, template, **options)
         except UsageError as error:
@@ -180,15 +181,6 @@ def fit_to_template(messages: Messages, template: Any, options: Mapping[str, Any
         if fault is None:
             return form, text
     raise UsageError(fault) if fault else refusal or UsageError(EXPECTED)
-
-
-def _forms(messages: Messages) -> Iterator[Messages]:
-    tried: list[Messages] = []
-    for content, joins, convert in itertools.product(("", None), (False, True), (_parse, _dump)):
-        form = [_in_form({"content": content, **message}, joins, convert) for message in messages]
-        if form not in tried:
-            tried.append(form)
-            yield form
 
 
 def _in_form(message: dict[str, Any], joins: bool, convert: Callable[[Any], Any]) -> dict[str, Any]:

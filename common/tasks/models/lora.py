@@ -19,6 +19,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from ...config import RunConfig, flag
 from ...errors import UsageError, first_line
+from ...files import check_is_pulled
 from ...weights.on_disk import WeightFiles, origin_of, with_random_weights
 from .pretrained import files_of
 
@@ -137,14 +138,14 @@ def with_adapters(model: PreTrainedModel, config: LoraFlags) -> nn.Module:
         lora_dropout=config.lora_dropout,
         target_modules=targets if targets == "all-linear" else _layers(model, targets),
     )
-    base = str(Path(path).resolve()) if Path(path).is_dir() else path
-    return _adapt(model, settings, base, f"--lora_targets {targets}")
+    return _adapt(model, settings, path, f"--lora_targets {targets}")
 
 
 def _continue(model: PreTrainedModel, folder: str) -> nn.Module:
     """Freezes a model and adds the adapters in a folder. Raises UsageError if they are no plain LoRA of this model."""
     given, peft = f"--model_name_or_path {folder}", _peft()
     try:
+        check_is_pulled(Path(folder, FILE))
         settings = peft.PeftConfig.from_pretrained(folder)
         if not isinstance(settings, peft.LoraConfig) or settings.modules_to_save or settings.bias != "none":
             raise UsageError(f"{given} is more than the matrices of LoRA: merge it with PEFT, and use that model")
@@ -182,6 +183,7 @@ def _adapt(model: PreTrainedModel, settings: Any, base: str, given: str) -> Any:
         except (ValueError, TypeError, NotImplementedError) as error:
             raise UsageError(f"{given}: {first_line(error)}; {_advice(model)}") from None
     settings = adapted.peft_config["default"]
+    base = str(Path(base).resolve()) if Path(base).is_dir() else base  # the export lies elsewhere
     settings.base_model_name_or_path, settings.task_type = base, "CAUSAL_LM"
     if not isinstance(settings.target_modules, str):
         settings.target_modules = sorted(settings.target_modules)  # PEFT writes a set in a random order

@@ -129,7 +129,8 @@ def names_of(config: Any) -> list[str]:
 def config_of_classes(classes: list[str]) -> dict[str, Any]:
     """What the config of a model of transformers says of these classes, for `from_pretrained`."""
     names = {"id2label": dict(enumerate(classes)), "label2id": {name: number for number, name in enumerate(classes)}}
-    return names | {"problem_type": "single_label_classification"}  # the files may have another, which pipelines follow
+    problem = "single_label_classification" if len(classes) > 1 else None  # transformers refuses it for one output
+    return names | {"problem_type": problem}  # the files may have another, which pipelines follow
 
 
 def classes_of_model(name_or_path: str, classes: list[str]) -> tuple[list[str], bool]:

@@ -95,7 +95,7 @@ class Table:
     def has_classes(self, column: str | None) -> bool:
         """Whether there is such a column, with a cell that is not empty or -1, which stand for no class."""
         return column in self.column_names and any(
-            cell is not None and str(cell).strip() not in ("", "[]", str(NO_CLASS)) for cell in self.values(str(column))
+            cell is not None and str(cell).strip() not in ("", "[]", "-1", "-1.0") for cell in self.values(str(column))
         )
 
     def values(self, column: str) -> Iterable[Any]:
@@ -253,12 +253,13 @@ def _rows_of_all(places: Sequence[Place]) -> Iterator[tuple[Row, str]]:
 
 def _csv_rows(place: Place, text: TextIO) -> Iterator[Row]:
     csv.field_size_limit(sys.maxsize)
-    first = next((line for line in text if line.strip()), "")
+    lines_with_text = filter(str.strip, text)
+    first = next(lines_with_text, "")
     if "\0" in first:
-        raise UsageError(f"{place} holds zero bytes: it is not UTF-8 text")
+        raise UsageError(f"{place} holds zero bytes: it is not UTF-8 text; convert it with iconv -f UTF-16 -t UTF-8")
     each = ["\t"] if ending_of(place) == ".tsv" else SEPARATORS
     if named := EXCEL.fullmatch(first):
-        each, first = [named[1]], next(text, "")
+        each, first = [named[1]], next(lines_with_text, "")
     separator = next((one for one in each if len(next(csv.reader([first], delimiter=one), [])) > 1), each[0])
     if separator not in (",", "\t"):
         say(f"{place}: '{separator}' separates its columns")

@@ -107,9 +107,9 @@ def _datasets_of(
 
     path = local_path(data)
     where: tuple[str, Any] = str(path) if _has_card(path) else data, None
+    for place in chain(*files.values(), path.rglob("*.arrow") if is_saved(path) else ()):
+        check_is_pulled(Path(place))
     if files:  # for `datasets` a path is a pattern
-        for place in chain.from_iterable(files.values()):
-            check_is_pulled(Path(place))
         escaped = {name: [glob.escape(str(place)) for place in places] for name, places in files.items()}
         where = "parquet", escaped
     folder = ""
@@ -185,6 +185,8 @@ def files_of_folder(data: str, folder: Path, kinds: dict[str, str], advice: str)
     others = [folder / path for paths in left_out.values() for path in paths]
     others += sorted({folder / name for name in visible} - {*found})
     if not found:
+        is_saved_below = any(name.endswith(".arrow") for name in visible)
+        advice = "use the folder that save_to_disk wrote, or write to_parquet" if is_saved_below else advice
         raise UsageError(f"--data {data} holds no {', '.join(kinds)} file; {advice}")
     copies: dict[PurePath, Path] = {}
     for path in found:

@@ -85,6 +85,8 @@ def open_text(place: Place, newline: str | None, says_encoding: bool = True) -> 
     as in `open`. Raises UsageError, also from the body of `with`, if the file cannot be read or is no text."""
     with open_bytes(place) as file:
         start = file.peek(4)[:4]
+        if start in (b"PK\x03\x04", b"\xd0\xcf\x11\xe0"):
+            raise UsageError(f"{place} is a workbook of Excel, or a zip archive: save it as CSV, or unpack it")
         encoding = next((name for mark, name in MARKS.items() if start.startswith(mark)), "utf-8-sig")
         if encoding != "utf-8-sig" and says_encoding:
             say(f"{place} is read as {encoding.upper()}, as its first bytes say")

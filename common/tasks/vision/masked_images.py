@@ -94,6 +94,7 @@ def load_masked_images(
     data: str, image_column: str, mask_column: str, ignored: int, class_names: str | None
 ) -> tuple[Masked, Masked]:
     """Loads images with masks, for training and for evaluation; one in five is held out if the source has one part.
+    Raises UsageError for no data, no masks, or fewer than two classes.
 
     Args:
         data: a folder with the folders images and masks, whose files have the same names but for their endings, perhaps
@@ -101,9 +102,6 @@ def load_masked_images(
         image_column, mask_column: names of the columns; or of the folders, without s.
         ignored: number in the masks of pixels that do not count.
         class_names: path of a JSON file with {number in the masks: name}. None: the numbers that the masks have.
-
-    Raises:
-        UsageError: no data, no masks, or fewer than two classes.
     """
     path, parts = local_path(data), list[Any]()
     if path.is_dir() and not is_saved(path):
