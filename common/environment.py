@@ -52,6 +52,7 @@ class Environment:
     code_file: Path | None = None  # for the recipe's exit code
     mixed_precision: str = "no"  # or "bf16", "fp16", "fp8"
     dynamo_backend: str = "no"
+    torch_device: str | None = None  # as the launcher of a user's own may ask
     gradient_accumulation: str = "auto"
     settings: Mapping[str, str] = field(default_factory=dict, repr=False, hash=False)  # all, {variable: value}
 
@@ -74,6 +75,7 @@ class Environment:
             code_file=Path(os.environ[CODE_FILE]) if get(CODE_FILE) else None,
             mixed_precision=get("ACCELERATE_MIXED_PRECISION", "no"),
             dynamo_backend=get("ACCELERATE_DYNAMO_BACKEND", "no"),
+            torch_device=get("ACCELERATE_TORCH_DEVICE"),
             gradient_accumulation=get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto"),
             settings={name: value for name, value in os.environ.items() if SETTINGS.match(name)},
         )

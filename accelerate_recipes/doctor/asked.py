@@ -35,15 +35,13 @@ class Answer(TypedDict):
 
 
 def ask(config: Config, script: Path | None, flags: Sequence[str]) -> Answer:
-    """Asks for the refusals of a config, and of a recipe under it.
+    """Asks for the refusals of a config, and of a recipe under it. Raises UsageError if the recipe ends before it calls
+    `fit`, or nothing can read a value of the file.
 
     Args:
         config: the processes have GPUs if its machine has.
         script: a recipe; None asks about the config alone.
         flags: of the recipe.
-
-    Raises:
-        UsageError: the recipe ended before it called `fit`, or nothing can read a value of the file.
     """
     question: list[Any] = [str(config.path), bool(config.machine.gpus), config.likely_flags, True]  # as `refusals_of`
     if script is not None:

@@ -47,7 +47,7 @@ def check_launcher(layout: Layout, config: RunConfig) -> None:
 
 def check_device(layout: Layout, config: RunConfig) -> None:
     """An accelerator that these recipes do not know, or fewer GPUs than processes."""
-    if asked := layout.environment.settings.get("ACCELERATE_TORCH_DEVICE"):
+    if asked := layout.environment.torch_device:
         try:
             torch.empty(0, device=asked)
         except (RuntimeError, AssertionError) as error:  # AssertionError: torch without this kind of device
