@@ -35,7 +35,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     """Marks the unit tests as quick, because they start no processes. Of another test with many cases, `make test` runs
-    the quarter that a checksum of their names draws; `make test-full` runs all, for hours."""
+    the sixth that a checksum of their names draws; `make test-full` runs all, for hours."""
 
     def has(item: pytest.Function, *names: str) -> bool:
         return any(item.get_closest_marker(name) for name in names)
@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     for item in items:
         if "unit" in item.path.parts:
             item.add_marker(pytest.mark.quick)
-        is_drawn = zlib.crc32(item.name.encode()) % 4 == 0 or cases[item.path, item.originalname] <= MANY_CASES
+        is_drawn = zlib.crc32(item.name.encode()) % 6 == 0 or cases[item.path, item.originalname] <= MANY_CASES
         if not is_drawn and not has(item, "quick", "every_case"):
             item.add_marker(pytest.mark.full)
         if has(item, "full", "large"):

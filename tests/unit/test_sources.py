@@ -4,6 +4,7 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -11,7 +12,10 @@ from PIL import Image
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.tasks.models.tokenization import byte_tokenizer
 from accelerate_recipes.common.tasks.nlp.labelled_texts import load_labelled_texts
+from accelerate_recipes.common.tasks.nlp.questions import load_questions
+from accelerate_recipes.common.tasks.nlp.tagged_words import load_tagged_words
 from accelerate_recipes.common.tasks.nlp.text import load_tokens
+from accelerate_recipes.common.tasks.nlp.translations import load_translations
 from accelerate_recipes.common.tasks.reading.labelled_images import load_image_splits
 from accelerate_recipes.common.tasks.reading.mixture import weights_of
 from accelerate_recipes.common.tasks.reading.sources import load_tables
@@ -178,11 +182,26 @@ def test_a_part_without_classes_is_no_evaluation(
     labelled(tmp_path / "test.jsonl", [{"text": "t"} | empty] * 4)
     train, evaluation = load_labelled_texts(str(tmp_path))
     assert (len(train.samples), len(evaluation.samples), train.classes) == (8, 2, ["0", "1"])
-    assert "the test split has no classes: it is left out" in capsys.readouterr().out
+    assert "the test split has no labels: it is left out" in capsys.readouterr().out
     labelled(tmp_path / "dev.jsonl", rows[:3])
     train, evaluation = load_labelled_texts(str(tmp_path))
     assert (len(train.samples), len(evaluation.samples)) == (10, 3)
-    assert "the test split has no classes: validation is read in its place" in capsys.readouterr().out
+    assert "the test split has no labels: validation is read in its place" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("empty", ["missing", None, [-100, -100]])
+def test_a_part_without_labels_of_other_tasks(tmp_path: Path, empty: Any) -> None:
+    """Tags, translations and answers: the validation split is read in place of such a test split."""
+    cells = {"words": ["a", "b"], "tags": ["O", "B-X"], "translation": {"en": "a", "de": "b"}}
+    cells |= {"context": "a b", "question": "?", "answers": {"text": ["b"], "answer_start": [2]}}
+    rows: list[dict[str, object]] = [cells | {"context": f"a b {number}"} for number in range(4)]
+    labels = dict.fromkeys(("tags", "translation", "answers"), empty)
+    given = {name: cell for name, cell in cells.items() if name not in labels} if empty == "missing" else cells | labels
+    for name, part in (("train", rows), ("dev", rows[:3]), ("test", [given] * 2)):
+        labelled(tmp_path / f"{name}.jsonl", part)
+    assert len(load_tagged_words(str(tmp_path), "words", "tags", list)[1].samples) == 3
+    assert len(load_translations(str(tmp_path), "translation.en", "translation.de", list)[1]) == 3
+    assert len(load_questions(str(tmp_path), "context", "question", "answers", list)[1]) == 3
 
 
 def test_images_of_a_part_without_classes(tmp_path: Path) -> None:

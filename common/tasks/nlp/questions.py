@@ -139,7 +139,7 @@ def load_questions(
             SQuAD, or with an answer as text; or SQuAD's own JSON file.
         context, question, answers: names of the columns.
     """
-    tables = [] if data == "stdlib" else load_tables(data, ADVICE)
+    tables = [] if data == "stdlib" else load_tables(data, ADVICE, None, lambda it: it.has_classes(answers, "data"))
     parts = [_rows(table, context, question, answers) for table in tables] or [embedded()]
     if len(parts) == 1:
         contexts = [*dict.fromkeys(one.context for one in parts[0])]

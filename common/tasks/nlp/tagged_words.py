@@ -118,7 +118,7 @@ def load_tagged_words(
         columns = word_column, tag_column
         parts = [[sentence for place in places for sentence in _sentences(place, *columns)] for places in files]
     else:
-        tables = load_tables(data, ADVICE)
+        tables = load_tables(data, ADVICE, is_labelled=lambda table: table.has_classes(tag_column))
         parts = [_rows(table, word_column, tag_column) for table in tables]
         names = getattr(getattr(tables[0].kinds.get(tag_column), "feature", None), "names", names)
     parts = divide(parts)

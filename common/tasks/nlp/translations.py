@@ -51,7 +51,7 @@ def load_translations(data: str, source: str, target: str, embedded: Callable[[]
         source, target: names of columns; "translation.de" is what a cell of the column translation has as "de".
     """
     parts: list[Any] = [embedded()] if data == "dates" else []
-    for table in [] if parts else load_tables(data, ADVICE):
+    for table in [] if parts else load_tables(data, ADVICE, None, lambda table: table.has_classes(target)):
         table.check_columns({"--source_column": source, "--target_column": target})
         parts.append(rows_with_text(table, source, target))
     parts = divide(parts)

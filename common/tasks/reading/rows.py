@@ -92,11 +92,12 @@ class Table:
             texts = isinstance(cell, dict) and all(isinstance(text, str) for text in cell.values())
             yield from (f"{column}.{key}" for key in cell) if texts and cell else [column]
 
-    def has_classes(self, column: str | None) -> bool:
-        """Whether there is such a column, with a cell that is not empty or -1, which stand for no class."""
-        return column in self.column_names and any(
-            cell is not None and str(cell).strip() not in ("", "[]", "-1", "-1.0") for cell in self.values(str(column))
-        )
+    def has_classes(self, *columns: str | None) -> bool:
+        """Whether a cell of a column says something: not empty, -1 or -100, which stand for no class, or their list."""
+        found = [each for each in columns if each and {each, each.partition(".")[0]} & {*self.column_names}]
+        cells = (cell if isinstance(cell, list) else [cell] for each in found for cell in self.values(each))
+        nothing = {"", "[]", "-1", "-1.0", "-100"}
+        return any({str(one).strip() for one in cell if one is not None} - nothing for cell in cells)
 
     def values(self, column: str) -> Iterable[Any]:
         """The cells of a column; of "translation.de" what its cells have as "de"."""

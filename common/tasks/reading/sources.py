@@ -95,7 +95,7 @@ def load_tables(
         if is_labelled(table := read(name)):
             return [*tables, table]
         instead = f"{following} is read in its place" if following else "it is left out"
-        say(f"--data {data}: the {name} split has no classes: {instead}")
+        say(f"--data {data}: the {name} split has no labels: {instead}")
     return tables
 
 
