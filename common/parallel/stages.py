@@ -15,11 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..data.sets import Batch, NumberedStep
 from ..errors import UsageError
+from ..package import is_own
 from ..seeds import generator_states
 from ..step.guards import graph_of, leaves_of
 from .absent import FALLBACK, Absent, in_front, refuse_absent
-
-OURS = __name__.partition(".")[0]
 
 Run = Callable[[nn.Module], Any]  # a pass of forward_step, with a model
 
@@ -237,7 +236,8 @@ def forward_hooks(models: Iterable[nn.Module]) -> list[dict[int, Any]]:
 def num_hooks(hooks: Iterable[dict[int, Any]]) -> int:
     """How many of these the recipe has registered."""
     functions = [getattr(hook, "func", hook) for each in hooks for hook in each.values()]
-    return sum(not str(function.__module__).startswith(OURS) for function in functions)
+    codes = [getattr(each, "__code__", getattr(type(each).__call__, "__code__", None)) for each in functions]
+    return sum(is_own(code.co_filename) for code in codes if code)  # transformers registers some in a first pass
 
 
 def is_absent(module: nn.Module) -> bool:
