@@ -17,6 +17,7 @@ LOCAL = "+local"
 _RECIPES = _PACKAGE / "bundle" / "recipes"  # an installed recipe is a recipe
 
 
+@cache
 def is_own(file: str) -> bool:
     """Whether a file is the user's, such as the recipe: not part of this package, of another one or of Python."""
     path = Path(file)

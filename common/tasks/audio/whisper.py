@@ -41,6 +41,5 @@ def load_whisper(name_or_path: str, language: str | None, task: str, max_target_
     written = {"language": code, "task": tokenizer.task, "forced_decoder_ids": None, "return_timestamps": False}
     written |= {"no_timestamps_token_id": tokenizer.prefix_tokens[-1], "max_new_tokens": longest, "max_length": None}
     # Else pipelines take five beams, and leave out what other models do not have.
-    written |= {"num_beams": settings.num_beams or 1, "_from_model_config": False}
-    vars(settings).update(written)
+    vars(settings).update(written | {"num_beams": settings.num_beams or 1, "_from_model_config": False})
     return model, processor.feature_extractor, tokenizer
