@@ -59,9 +59,9 @@ class Engine:
     ):
         if optimizer is None:
             optimizer = setup.accelerator.prepare_optimizer(setup.optimizer)
-            choose_fused_kernels(setup.accelerator, setup.optimizer)
         self.setup, self.accelerator, self.plan = setup, setup.accelerator, setup.plan
         self.model, self.optimizer = model, optimizer  # as the strategy and Accelerate wrapped them
+        choose_fused_kernels(setup.accelerator, self._own_optimizer)
         forward_step, self.batch_loss = setup.check_functions(model)
         self.forward_step = forward_step if setup.watched is None else setup.watched(forward_step)
         layout = self.plan.layout
