@@ -119,7 +119,7 @@ def test_flags_of_half_the_batch_leave_other_micro_batches_to_compare(tmp_path: 
 
 @pytest.mark.full
 def test_a_right_recipe_is_the_same_and_refusals_are_shown(tmp_path: Path, verify: Verify) -> None:
-    configs = ["--config", "ddp", "--config", "tensor_parallel", "--config", "ddp_bf16"]
+    configs = [f"--config={name}" for name in ("single", "ddp", "ddp", "tensor_parallel", "ddp_bf16")]
     run, certificate = verified(verify, ROOT / MNIST, *configs)
     assert run.exit_code == 0 and certificate["is_same"] and certificate["cause"] is None
     verdicts = [row["verdict"] for row in certificate["rows"]]
