@@ -15,6 +15,7 @@ To train on your own pairs, or to continue from a pretrained encoder with its po
         --data path/to/pairs.csv --model_name_or_path path/or/hub-id --learning_rate 2e-5
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -28,12 +29,14 @@ from transformers import AutoModel, BertModel
 from accelerate_recipes import Schedule, UsageError, fit, flag, parameter_groups, run, start
 from accelerate_recipes.common.data import Batch, pad_to_longest
 from accelerate_recipes.common.tasks.metrics.similarity import LOSSES, Values, correlations, retrieval
-from accelerate_recipes.common.tasks.models.encoder import PADDING, Embedder, EncoderFlags, load_encoder, small_bert
+from accelerate_recipes.common.tasks.models.encoder import EncoderFlags, load_encoder, small_bert
 from accelerate_recipes.common.tasks.models.lora import LoraFlags, base_of, naming_base, with_adapters
-from accelerate_recipes.common.tasks.models.pooling import read_pooling
+from accelerate_recipes.common.tasks.models.pooling import POOLINGS, read_pooling
 from accelerate_recipes.common.tasks.models.pretrained import export_of
 from accelerate_recipes.common.tasks.nlp.pairs import EncodedPairs, Pair, load_pairs, text_names
 from accelerate_recipes.common.tasks.reading.mixture import Sources
+
+PADDING = -1  # in a batch of texts: no id of a token, because a text may have any of those
 
 
 @dataclass(kw_only=True)
@@ -50,9 +53,7 @@ class Config(EncoderFlags, LoraFlags):
     log_every: int = 20
     query_column: str = flag("query", "name of the column with the first text of each pair")
     document_column: str = flag("document", "name of the column with the second text of each pair")
-    negative_column: str | None = flag(
-        None, "columns of wrong documents, separated by commas; default: negative, negative_1, ..."
-    )
+    negative_column: str | None = flag(None, "columns of wrong documents, with commas; default: negative, negative_1")
     score_column: str | None = flag(None, "name of the column with the similarity of the two texts")
     query_prompt: str | None = flag(None, "text to put before each query; default: the model's own")
     document_prompt: str | None = flag(None, "text to put before each document; default: the model's own")
@@ -67,10 +68,35 @@ class Config(EncoderFlags, LoraFlags):
     pooling: Literal["auto", "mean", "cls", "lasttoken"] = flag("auto", "auto: as the model's modules.json, else mean")
 
 
+class Embedder(nn.Module):
+    """Vectors of length 1, which an encoder's last hidden states make. The encoder has the name that it has in models
+    with heads, or with adapters in PEFT, so that `AutoModel` loads the export. `pad`: token in the place of padding."""
+
+    def __init__(self, encoder: Any, pad: int, temperature: float, pooling: str = "mean"):
+        super().__init__()
+        self.config, self._no_split_modules = encoder.config, encoder._no_split_modules
+        self.name, self.pad, self.pooling = encoder.base_model_prefix, pad, POOLINGS[pooling]
+        if (adapter := getattr(encoder, "peft_adapter", None)) is not None:
+            self.name, encoder, self.peft_adapter = "base_model", encoder.base_model, adapter
+            adapter.settings.task_type = "FEATURE_EXTRACTION"
+        self.add_module(self.name, encoder)
+        self.log_scale = nn.Parameter(torch.tensor([-math.log(temperature)]))
+
+    def forward(self, *texts: Tensor) -> tuple[Tensor, ...]:
+        """(vectors of the queries, of the documents, and of each column of negatives; 1 / temperature for each pair)"""
+        return *map(self.vectors, texts), self.log_scale.exp().expand(len(texts[0]))
+
+    def vectors(self, tokens: Tensor) -> Tensor:
+        """(batch, length), filled up with `PADDING` -> (batch, hidden)"""
+        mask = (tokens != PADDING).long()
+        given = {"input_ids": tokens.masked_fill(tokens == PADDING, self.pad), "attention_mask": mask}
+        hidden = self.get_submodule(self.name)(**given).last_hidden_state.float()
+        return F.normalize((hidden * self.pooling(mask)[..., None]).sum(1), dim=-1)  # the mean's length does not matter
+
+
 def make_batch_loss(kind: str, matryoshka: str, width: int, scores: list[float | None]) -> Callable[[Values], Values]:
-    """The `batch_loss` of `fit`: a loss of vectors of this width; or with numbers in `matryoshka`, such as "64,32", the
-    sum of those of their first so many elements (Kusupati et al. 2022). `scores` are those of the pairs. Raises
-    UsageError for a loss that is not for such pairs, and for wrong numbers."""
+    """The `batch_loss` of `fit` for vectors of this width; with `matryoshka`, such as "64,32", the sum of the losses of
+    their first elements (Kusupati et al. 2022). Raises UsageError for wrong numbers, or a loss for other pairs."""
     numbers = [each.strip() for each in (matryoshka or str(width)).split(",")]
     widths = [int(each) if each.isdecimal() else 0 for each in numbers]
     if not all(0 < each <= width for each in widths):
@@ -134,14 +160,12 @@ def main(config: Config) -> None:
         return EncodedPairs(pairs, tokenizer, config.max_length, pooling.prompts)
 
     optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)
-    train_set, eval_set = sources.sets(encoded)
     fit(
         accelerator,
         model,
         optimizer,
         forward_step,
-        train_set,
-        eval_set,
+        *sources.sets(encoded),
         config,
         examples=correlations if config.score_column else retrieval,
         collate_fn=pad_to_longest(dict.fromkeys(text_names(parts), PADDING), mask=None),

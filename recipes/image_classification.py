@@ -32,7 +32,7 @@ from accelerate_recipes.common.tasks.models.encoder import freeze_key_biases
 from accelerate_recipes.common.tasks.models.pretrained import load
 from accelerate_recipes.common.tasks.reading.labelled import config_of_classes, names_of, with_classes
 from accelerate_recipes.common.tasks.reading.mixture import Sources
-from accelerate_recipes.common.tasks.vision.augmentation import AugmentationFlags, loss_of_mixture
+from accelerate_recipes.common.tasks.vision.augmentation import AugmentationFlags
 from accelerate_recipes.common.tasks.vision.cropped_images import CroppedImages, Preprocessing, load_labelled_images
 
 
@@ -74,7 +74,9 @@ def make_forward_step(
 
     def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         logits, label = model(pixel_values=batch["image"]).logits.float(), batch["label"]
-        values = {"loss": loss_of_mixture(batch, partial(loss, logits))}
+        values = {"loss": loss(logits, label)}
+        if "share" in batch:  # of an image that is mixed from two
+            values["loss"] = loss(logits, batch["other_label"]).lerp(values["loss"], batch["share"])
         if has_several:
             return values | {
                 "accuracy": ((logits > 0) == label.bool()).float().mean(1),

@@ -1,11 +1,13 @@
 """Promise: images vary as their flags say, and labels with them."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
 from PIL import Image
+from torch import Tensor
 from torch.nn import functional as F
 
 from accelerate_recipes.common.errors import UsageError
@@ -15,12 +17,12 @@ from accelerate_recipes.common.tasks.reading.labelled_images import load_image_s
 from accelerate_recipes.common.tasks.vision.augmentation import (
     AugmentationFlags,
     erase,
-    loss_of_mixture,
     mix,
     normalise,
 )
 from accelerate_recipes.common.tasks.vision.cropped_images import CroppedImages, Preprocessing
 from accelerate_recipes.common.tasks.vision.images import load_images
+from recipes import image_classification
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 
@@ -65,8 +67,12 @@ def test_loss_of_a_mixed_image() -> None:
         torch.rand(4),
     )
     target = share[:, None] * F.one_hot(label, 3) + (1 - share[:, None]) * F.one_hot(other, 3)
-    batch = {"label": label, "other_label": other, "share": share}
-    found = loss_of_mixture(batch, lambda one: F.cross_entropy(logits, one, reduction="none"))
+    batch = {"image": logits, "label": label, "other_label": other, "share": share}
+
+    def model(pixel_values: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=pixel_values)
+
+    found = image_classification.make_forward_step(0.0, num_classes=3, has_several=False)(model, batch)["loss"]
     torch.testing.assert_close(found, F.cross_entropy(logits, target, reduction="none"))
 
 

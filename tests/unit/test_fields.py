@@ -20,10 +20,11 @@ from transformers import (
 
 from accelerate_recipes.common.data import pad_to_longest
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.common.tasks.models.encoder import PADDING, Embedder, always_mask
+from accelerate_recipes.common.tasks.models.encoder import always_mask
 from accelerate_recipes.common.tasks.models.tokenization import byte_tokenizer
 from accelerate_recipes.common.tasks.nlp.pairs import EncodedPairs, Pair
 from recipes import text_classification
+from recipes.embeddings import PADDING, Embedder
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 40}
 PAD = 2  # also the mark that ends a sentence, within texts

@@ -1,10 +1,8 @@
 """Encoders of transformers that classify texts or give their vectors, and a tokenizer whose tokens are words."""
 
-import math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,10 +27,8 @@ from ...data.collate import Padding, pad_to_longest
 from ...environment import print_once
 from ...errors import UsageError
 from ..reading.labelled import config_of_classes, names_of
-from .pooling import POOLINGS
-from .pretrained import load, runnable
+from .pretrained import exported_folder, load, runnable
 
-PADDING = -1  # in a batch of texts: no id of a token, because a text may have any of those
 PAD, UNKNOWN, FIRST, MASK = "[PAD]", "[UNK]", "[CLS]", "[MASK]"
 
 
@@ -78,7 +74,11 @@ def small_bert(
     freeze_key_biases(model)
     always_mask(model)
     if config.evaluate_only:
-        return model, load_exported_tokenizer(config.output_dir / "model", classes)
+        folder = exported_folder(config.output_dir, "--evaluate_only")
+        there = names_of(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+        if classes is not None and there != classes:
+            raise UsageError(f"the classes are {', '.join(there)} in {folder}, and {', '.join(classes)} in the data")
+        return model, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     return model, word_tokenizer(texts, config.vocabulary, masks=isinstance(model, BertForMaskedLM))
 
 
@@ -165,41 +165,6 @@ def pad_texts(model: PreTrainedModel, tokenizer: Any) -> Padding:
     return pad_to_longest({"input_ids": pad}, side="left" if left else "right")
 
 
-class Embedder(nn.Module):
-    """Vectors of length 1, which an encoder's last hidden states make.
-
-    The encoder has the name that it has in transformers' models with heads, so that `AutoModel` loads the export. One
-    with adapters has PEFT's name.
-
-    Args:
-        encoder: a model of transformers, perhaps from `with_adapters`.
-        pad: token that the encoder gets in the place of padding.
-        temperature: at the start.
-        pooling: a key of `POOLINGS`.
-    """
-
-    def __init__(self, encoder: Any, pad: int, temperature: float, pooling: str = "mean"):
-        super().__init__()
-        self.config, self._no_split_modules = encoder.config, encoder._no_split_modules
-        self.name, self.pad, self.pooling = encoder.base_model_prefix, pad, POOLINGS[pooling]
-        if (adapter := getattr(encoder, "peft_adapter", None)) is not None:
-            self.name, encoder, self.peft_adapter = "base_model", encoder.base_model, adapter
-            adapter.settings.task_type = "FEATURE_EXTRACTION"
-        self.add_module(self.name, encoder)
-        self.log_scale = nn.Parameter(torch.tensor([-math.log(temperature)]))
-
-    def forward(self, *texts: Tensor) -> tuple[Tensor, ...]:
-        """(vectors of the queries, of the documents, and of each column of negatives; 1 / temperature for each pair)"""
-        return *map(self.vectors, texts), self.log_scale.exp().expand(len(texts[0]))
-
-    def vectors(self, tokens: Tensor) -> Tensor:
-        """(batch, length), filled up with `PADDING` -> (batch, hidden)"""
-        mask = (tokens != PADDING).long()
-        given = {"input_ids": tokens.masked_fill(tokens == PADDING, self.pad), "attention_mask": mask}
-        hidden = self.get_submodule(self.name)(**given).last_hidden_state.float()
-        return F.normalize((hidden * self.pooling(mask)[..., None]).sum(1), dim=-1)  # the mean's length does not matter
-
-
 def word_tokenizer(texts: Iterable[str], num_tokens: int, masks: bool = False) -> PreTrainedTokenizerFast:
     """A tokenizer whose tokens are the most frequent words of the training texts, in lower case; a digit or a
     punctuation mark is a word. The first token of a text is [CLS], also of each in a pair. The vocabulary has
@@ -219,15 +184,3 @@ def word_tokenizer(texts: Iterable[str], num_tokens: int, masks: bool = False) -
     )
     named = {"pad_token": PAD, "unk_token": UNKNOWN, "cls_token": FIRST} | ({"mask_token": MASK} if masks else {})
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=10**6, **named)
-
-
-def load_exported_tokenizer(folder: Path, classes: list[str] | None = None) -> Any:
-    """The tokenizer beside an exported encoder. Raises UsageError if there is none, or if its classes differ."""
-    try:
-        there = names_of(AutoConfig.from_pretrained(folder, trust_remote_code=False))
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError):
-        raise UsageError(f"no exported encoder in {folder}: train first, or use the --output_dir of a run") from None
-    if classes is not None and there != classes:
-        raise UsageError(f"the classes are {', '.join(there)} in {folder}, and {', '.join(classes)} in the data")
-    return tokenizer

@@ -2,7 +2,6 @@
 
 import math
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -116,10 +115,3 @@ def mix(pixels: Tensor, other: Tensor, mixup: float, cutmix: float) -> tuple[Ten
     inside = slice(max(0, top), top + rows), slice(max(0, left), left + columns)
     pixels[:, *inside] = other[:, *inside]
     return pixels, 1 - pixels[0][inside].numel() / (height * width)
-
-
-def loss_of_mixture(batch: dict[str, Tensor], loss: Callable[[Tensor], Tensor]) -> Tensor:
-    """The loss of a batch (batch,), from that for labels. That of a mixed image is of both labels, by their shares."""
-    if "share" not in batch:
-        return loss(batch["label"])
-    return loss(batch["other_label"]).lerp(loss(batch["label"]), batch["share"])
