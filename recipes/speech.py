@@ -7,13 +7,11 @@ FLAC, OGG, MP3) with texts or classes: a folder, a CSV, JSON-lines or parquet fi
 Expect: 1 % of the groups of digits in 500 other numbers are wrong (word error rate), as is 1 % of the characters.
 Time: a minute on two CPU cores.
 
-To continue from a pretrained model with your own texts (or with classes: --target class), and to try the export:
+To continue from a pretrained model with your texts (classes: --target class; Whisper: --language german), and try it:
 
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/speech.py --data path/to/folder \\
         --text_column transcription --model_name_or_path path/or/hub-id --learning_rate 1e-4 --freeze_feature_encoder
     python recipes/speech.py --predict path/to/recording.wav
-
-A Whisper writes token by token: --model_name_or_path openai/whisper-small --language german --learning_rate 1e-5
 """
 
 from dataclasses import dataclass
@@ -101,6 +99,8 @@ def build(config: Config, parts: list[Labelled]) -> tuple[Any, Any, Any]:
     path, is_class, classes = config.model_name_or_path, config.target == "class", parts[0].classes
     tokenizer, is_new, options = None, False, config_of_classes(classes) if is_class else dict[str, Any]()
     whisper = path if path and not is_class and is_whisper(path) else None
+    if config.language and not whisper:
+        raise UsageError(f"--language {config.language} is for texts of a Whisper, which is not here: leave it out")
     if not is_class and not whisper:
         known = str(config.output_dir / "model") if config.evaluate_only else path
         tokenizer, is_new = tokenizer_of_texts(known, [text for part in parts for text in part.labels])

@@ -127,7 +127,8 @@ def _join(environment: Environment, config: RunConfig) -> ObservedAccelerator:
                 ],
             )
     except (ValueError, ImportError, NotImplementedError) as error:
-        raise UsageError(f"Accelerate refuses this config: {str(error).splitlines()[0]}") from None
+        mpi = "; without MPI, unset its variables, such as PMI_SIZE" if "MASTER_ADDR" in str(error) else ""
+        raise UsageError(f"Accelerate refuses this config: {str(error).splitlines()[0]}{mpi}") from None
     _check_applied(accelerator, layout)
     torch.backends.cuda.matmul.allow_tf32 = config.tf32
     torch.backends.cudnn.allow_tf32 = config.tf32 or layout.precision != "float32"  # torch's default is on

@@ -129,7 +129,10 @@ class Watch:
             assert result.grad_norm is not None
             name, value = "grad_norm", float(result.grad_norm)
             where = f" (all losses are finite; the first sample of each process: {', '.join(map(str, first))})"
-        return f"{name} is {value} at step {step}{where}: try a lower --learning_rate, or look at these samples"
+        advice = "try a lower --learning_rate, or look at these samples"
+        if step == 1:
+            advice = "nothing is updated yet: look at these samples, and at the model's weights"
+        return f"{name} is {value} at step {step}{where}: {advice}"
 
 
 def advice_for(error: BaseException, plan: Plan) -> str | None:

@@ -189,6 +189,12 @@ def test_address_of_a_cluster_does_not_stop_a_single_process(tmp_path: Path) -> 
     assert run.exit_code == 0 and run.card["num_processes"] == 1, run.stderr
 
 
+def test_variables_that_mpi_has_left(tmp_path: Path) -> None:
+    env = {"OMPI_COMM_WORLD_SIZE": "2"}
+    run = execute([sys.executable, str(ROOT / LINEAR)], tmp_path, tmp_path / "outputs" / "linear_regression", env)
+    assert "without MPI, unset its variables, such as PMI_SIZE" in refused(run)
+
+
 def test_output_dir_in_use(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     with FileLock(tmp_path / "run" / ".lock"):

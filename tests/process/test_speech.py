@@ -295,6 +295,12 @@ def test_a_recording_that_is_too_long(tmp_path: Path, folder: Path) -> None:
     assert line == f"error: {tmp_path}/data/7.wav has 1.12 s, and the model reads 1 s: cut it into sentences"
 
 
+def test_a_language_is_for_whisper(tmp_path: Path, folder: Path) -> None:
+    flags = f"{flags_of(folder, 'text')} --language german"
+    line = refused(fork(tmp_path / "run", "single", SCRIPT, flags, succeeds=False))
+    assert line == "error: --language german is for texts of a Whisper, which is not here: leave it out"
+
+
 @pytest.mark.full
 def test_whisper_has_no_stages(tmp_path: Path, folder: Path) -> None:
     flags = f"{whisper_flags(folder)} --language german --pipeline_stages 2"

@@ -127,6 +127,14 @@ def test_parquet(tmp_path: Path, form: str) -> None:
     assert samples(train)[0]["image"].shape == (3, 40, 40)
 
 
+def test_a_part_without_boxes_is_no_evaluation(tmp_path: Path, capfd: Out) -> None:
+    """As the test part of COCO."""
+    for part, number in (("train", 5), ("valid", 3), ("test", 2)):
+        write(tmp_path / part, number, [] if part == "test" else FOUND)
+    assert [len(part.rows) for part in load(tmp_path)] == [5, 3]
+    assert "the test split has no labels: validation is read in its place" in capfd.readouterr().out
+
+
 def test_boxes_follow_their_image(tmp_path: Path) -> None:
     pixels = numpy.zeros((HEIGHT, WIDTH, 3), numpy.uint8)
     pixels[5:15, 4:24] = 255

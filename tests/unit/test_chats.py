@@ -300,6 +300,9 @@ def test_tools_and_options_of_the_template(tmp_path: Path, capsys: pytest.Captur
     assert "the chat template does not use no_think\n" in capsys.readouterr().out
     load_chats(path, with_template(THINKS), 1000, "messages")
     assert "the chat template does not use tools\n" in capsys.readouterr().out
+    path = write(tmp_path / "train.jsonl", *[{"messages": [QUESTION, ANSWER | {"train": False}]}] * 3)
+    load_chats(path, with_template(TOOLS), 1000, "messages")
+    assert 'does not use train ("weight": 0 keeps a message out of training)\n' in capsys.readouterr().out
     with pytest.raises(UsageError, match="its tools are no JSON"):
         Conversation.of_row({"messages": [QUESTION, ANSWER], "tools": "lamp("}, "messages")
 

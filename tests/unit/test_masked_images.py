@@ -1,6 +1,7 @@
 """Promise: masks are read as numbers, pixel by pixel, and belong to the image of their name."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,15 @@ def test_folders_in_pairs(tmp_path: Path, capfd: Out, form: str) -> None:
         for image, mask in zip(part.images, part.masks):
             assert (numpy.asarray(image) == 10 * mask).all()
     assert f"left out: 1 without image or mask, such as {'alone'}" in capfd.readouterr().out
+
+
+def test_a_part_without_masks_is_no_evaluation(tmp_path: Path, capfd: Out) -> None:
+    for part, number in (("train", 5), ("val", 3), ("test", 2)):
+        for row in range(number):
+            write(tmp_path / part / f"{row}.png", halves(0, 1))
+    shutil.rmtree(tmp_path / "test" / "masks")
+    assert [len(part.rows) for part in load(tmp_path)] == [5, 3]
+    assert "the test split has no labels: validation is read in its place" in capfd.readouterr().out
 
 
 def test_folders_of_splits_below_those_of_images(tmp_path: Path) -> None:

@@ -60,6 +60,23 @@ def test_folder_with_texts(tmp_path: Path, capfd: Out) -> None:
         load(tmp_path)
 
 
+@pytest.mark.parametrize("lacks", ["column", "texts", "table"])
+def test_a_part_without_texts_is_no_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Out, lacks: str
+) -> None:
+    """The path of the folder is relative."""
+    for part, number in (("train", 4), ("validation", 3), ("test", 2)):
+        rows = [{"file_name": name, "text": f"{part} {name[0]}"} for name in write(tmp_path / "own" / part, number)]
+        if part == "test":
+            rows = [{"file_name": row["file_name"]} | ({} if lacks == "column" else {"text": ""}) for row in rows]
+        if part != "test" or lacks != "table":
+            (tmp_path / "own" / part / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.chdir(tmp_path)
+    parts = load(Path("own"))
+    assert parts[1].labels == [f"validation {row}" for row in range(3)] and len(parts[0].samples[3].wave) == 1040
+    assert "recordings in other folders: 2, such as test/0.wav" in capfd.readouterr().out
+
+
 def test_folders_of_classes(tmp_path: Path) -> None:
     for name in ("dog", "cat"):
         write(tmp_path / name)

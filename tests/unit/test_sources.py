@@ -10,8 +10,12 @@ import pytest
 from PIL import Image
 
 from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.tasks.chat import preferences
+from accelerate_recipes.common.tasks.chat.chats import load_chats
+from accelerate_recipes.common.tasks.chat.vision_chats import load_vision_chats
 from accelerate_recipes.common.tasks.models.tokenization import byte_tokenizer
 from accelerate_recipes.common.tasks.nlp.labelled_texts import load_labelled_texts
+from accelerate_recipes.common.tasks.nlp.pairs import load_pairs
 from accelerate_recipes.common.tasks.nlp.questions import load_questions
 from accelerate_recipes.common.tasks.nlp.tagged_words import load_tagged_words
 from accelerate_recipes.common.tasks.nlp.text import load_tokens
@@ -191,17 +195,29 @@ def test_a_part_without_classes_is_no_evaluation(
 
 @pytest.mark.parametrize("empty", ["missing", None, [-100, -100]])
 def test_a_part_without_labels_of_other_tasks(tmp_path: Path, empty: Any) -> None:
-    """Tags, translations and answers: the validation split is read in place of such a test split."""
+    """Tags, translations, answers and others: the validation split is read in place of such a test split."""
+    asked, answered = ({"role": role, "content": "<image>a"} for role in ("user", "assistant"))
+    Image.new("L", (4, 4)).save(tmp_path / "a.png")
     cells = {"words": ["a", "b"], "tags": ["O", "B-X"], "translation": {"en": "a", "de": "b"}}
     cells |= {"context": "a b", "question": "?", "answers": {"text": ["b"], "answer_start": [2]}}
+    cells |= {"query": "a", "document": "b", "prompt": "a", "completion": "b", "chosen": "b", "rejected": "c"}
+    cells |= {"messages": [asked, answered], "images": ["a.png"]}
     rows: list[dict[str, object]] = [cells | {"context": f"a b {number}"} for number in range(4)]
-    labels = dict.fromkeys(("tags", "translation", "answers"), empty)
+    labels = dict.fromkeys(("tags", "translation", "answers", "document", "completion", "chosen", "rejected"), empty)
+    labels |= {"messages": [asked]}
     given = {name: cell for name, cell in cells.items() if name not in labels} if empty == "missing" else cells | labels
     for name, part in (("train", rows), ("dev", rows[:3]), ("test", [given] * 2)):
         labelled(tmp_path / f"{name}.jsonl", part)
     assert len(load_tagged_words(str(tmp_path), "words", "tags", list)[1].samples) == 3
     assert len(load_translations(str(tmp_path), "translation.en", "translation.de", list)[1]) == 3
     assert len(load_questions(str(tmp_path), "context", "question", "answers", list)[1]) == 3
+    assert len(load_pairs(str(tmp_path))[1]) == 3
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for one in messages %}{{ one.role + one.content + '|' }}{% endfor %}"
+    tokenizer.chat_template += "{% if add_generation_prompt %}assistant{% endif %}"
+    assert [len(load_chats(str(tmp_path), tokenizer, 99, column)[1]) for column in ("messages", "none")] == [3, 3]
+    assert len(preferences.load_pairs(str(tmp_path), tokenizer, 99)[1]) == 6
+    assert len(load_vision_chats(str(tmp_path), "messages", "images")[1].rows) == 3
 
 
 def test_images_of_a_part_without_classes(tmp_path: Path) -> None:

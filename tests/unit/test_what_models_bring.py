@@ -1,6 +1,7 @@
 """Promise: a model of transformers computes what transformers computes with its folder, or is refused in one line."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,26 @@ def test_other_quantized_models_are_refused(tmp_path: Path, method: str) -> None
     more = {"bits": 4, "group_size": 128, "load_in_4bit": True} if method in ("bitsandbytes", "gptq", "awq") else {}
     quantize(tmp_path, {"quant_method": method} | more)
     with pytest.raises(UsageError, match=f"its weights are quantized .{method}.: use the path of the model of which"):
+        load_pretrained(str(tmp_path), 16, "sdpa")
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "line"),
+    [
+        ("generation_config.json", "null", "generation_config.json has no names and values: download it again"),
+        ("generation_config.json", "[]", "generation_config.json has no names and values: download it again"),
+        ("generation_config.json", POINTER, "generation_config.json is a pointer of Git LFS"),
+        ("chat_template.jinja", POINTER, "chat_template.jinja is a pointer of Git LFS"),
+        ("generation_config.json", "{bad", "no causal model there (Expecting property name"),
+    ],
+)
+def test_settings_that_say_nothing_are_named(tmp_path: Path, name: str, text: str, line: str) -> None:
+    write_model(tmp_path, num_positions=32)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UsageError, match=re.escape(line)):
         load_pretrained(str(tmp_path), 16, "sdpa")
 
 

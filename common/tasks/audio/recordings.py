@@ -151,13 +151,13 @@ def load_recordings(
         audio_column: name of the column with files, or with paths from the folder of the table.
         target_column: name of the column with texts, of which `clean` makes the labels; or with classes if it is None.
     """
-    path, what, declared = local_path(data), "text" if clean else "class", list[str]()
+    path, what, declared = local_path(data).absolute(), "text" if clean else "class", list[str]()
     folder, columns, parts = path.parent if path.is_file() else path, list[Any](), list[Labelled]()
     if path.is_dir() and not is_saved(path):
         has = (CLASSES, "classes") if clean is None else (TEXTS, "texts")
         kind = Media("recording", ENDINGS, (target_column,), *has)
         columns = [[*map(list, zip(*files))] for files in read_folder(data, path, ADVICE, kind)]
-    for table in [] if columns else load_tables(data, ADVICE):
+    for table in [] if columns else load_tables(data, ADVICE, None, lambda table: table.has_classes(target_column)):
         table.check_columns({"--audio_column": audio_column, f"--{what}_column": target_column})
         files, declared = table.values(audio_column), getattr(table.kinds.get(target_column), "names", declared)
         files = files if hasattr(files, "table") else [*files]

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from ...checkpoint.exported import write_model
 from ...config import flag
 from ...environment import has_gpu, print_once
-from ...errors import UsageError
+from ...errors import UsageError, first_line
 from ...seeds import CPU, restore_generators
 from ...weights.on_disk import materialize
 from ..models.causal_lm import checkpoint_activations, load_pretrained, load_trained
@@ -200,6 +200,10 @@ def write_answers(config: ChatFlags, tokenizer: Any, chats: Any, kind: Any = Aut
     model = load_trained(folder, kind)
     asked = chats.select_answered(config.num_answers or (5 if model.num_parameters() > 1e9 else 50))
     if asked:
-        answers = answer(model, tokenizer, asked, config.max_length)
+        try:
+            answers = answer(model, tokenizer, asked, config.max_length)
+        except ValueError as error:  # settings with which transformers does not generate
+            print(f"no answers, because of its generation_config.json: {first_line(error)}")
+            return
         num_right = sum(found.endswith(chat.answer.strip()) for found, chat in zip(answers, asked))
         print(f"{asked[0].question} {answers[0]}\n{num_right} of {len(asked)} held-out answers are right")

@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -235,7 +235,8 @@ def load_samples(
         lists = {"tokens": datasets.List(integer), "trained": datasets.List(truth)}
         features = datasets.Features({**lists, "num_trained": integer, "length": integer, "equal": truth})
         parts = []
-        for table in load_tables(data, f"use --data rules, or the path of a .jsonl file of {noun}s", max_samples):
+        advice = f"use --data rules, or the path of a .jsonl file of {noun}s"
+        for table in load_tables(data, advice, max_samples, partial(_has_answers, read=read, needs=needs)):
             if not any(names <= {*table.column_names} for names in needs):
                 raise UsageError(f"--data {data} {lacks} {', '.join(table.column_names)}")
             folder = cache_folder(kind, VERSION, table.key, digest_of(tokenizer), max_length)
@@ -250,6 +251,15 @@ def load_samples(
     uses = "training", "evaluation"
     train, evaluation = (part.keep_teaching(data, max_length, use) for part, use in zip(parts, uses))
     return train, evaluation
+
+
+def _has_answers(table: Table, read: Callable[[Row], list[Conversation]], needs: list[set[str]]) -> bool:
+    """Whether a split has a message that can be learnt, or one that cannot be read, which its encoding says."""
+    if not any(all(map(table.has_classes, names)) for names in needs):
+        return False
+    with suppress(UsageError):
+        return any(message["role"] == "assistant" for row in table for chat in read(row) for message in chat.messages)
+    return True
 
 
 def _divide(number: int, useful: list[int]) -> tuple[list[int], list[int]]:
@@ -268,7 +278,9 @@ def _say_unused(data: str, table: Table, read: Callable[[Row], list[Conversation
         with suppress(UsageError):  # whoever encodes it says so
             chats += read(row)
     if names := find_unused([chat for chat in chats if not chat.is_plain], template):
-        say(f"--data {data}: the chat template does not use {', '.join(names)}")
+        found = [message.get(name) for chat in chats for message in chat.messages for name in names]
+        hint = ' ("weight": 0 keeps a message out of training)' if bool in map(type, found) else ""
+        say(f"--data {data}: the chat template does not use {', '.join(names)}{hint}")
 
 
 def encode(chat: Any, tokenizer: Any, max_length: int) -> dict[str, Any]:

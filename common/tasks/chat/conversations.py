@@ -169,9 +169,12 @@ def fit_to_template(messages: Messages, template: Any, options: Mapping[str, Any
 
     Templates differ: some take parts of a content, others texts alone; arguments of a call as a dict, or as JSON; and
     some know a call by a content that is missing. Raises UsageError if the template refuses all forms."""
-    refusal = fault = None
+    refusal, fault, tried = None, None, list[Messages]()
     for content, joins, convert in itertools.product(("", None), (False, True), (_parse, _dump)):
         form = [_in_form({"content": content, **message}, joins, convert) for message in messages]
+        if form in tried:
+            continue
+        tried.append(form)
         try:
             text = render(form, template, **options)
         except UsageError as error:

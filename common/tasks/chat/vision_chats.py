@@ -78,7 +78,12 @@ def load_vision_chats(
         cut = len(chats) // HELD_OUT
         parts = range(cut, len(chats)), range(cut)
         return VisionChats(parts[0], chats.__getitem__, data), VisionChats(parts[1], chats.__getitem__, data)
-    splits = [_Rows(data, table, messages_column, images_column) for table in load_tables(data, ADVICE, max_samples)]
+
+    def has_answers(table: Table) -> bool:
+        return messages_column in table.column_names and any(map(_may_have_an_answer, table.values(messages_column)))
+
+    tables = load_tables(data, ADVICE, max_samples, has_answers)
+    splits = [_Rows(data, table, messages_column, images_column) for table in tables]
     numbers = [split.find_answered(data) for split in splits]
     if len(splits) == 1 and len(numbers[0]) < 2:
         raise UsageError(f"--data {data} has one conversation: expected 2 or more")

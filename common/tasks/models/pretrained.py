@@ -66,6 +66,7 @@ def load(
     tokenizer_path = options.pop("tokenizer_path", name_or_path)
     options |= {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True, **trust}
     try:
+        _check_settings(Path(name_or_path))
         tokenizer = reads.from_pretrained(tokenizer_path, **trust) if reads else None
         config = AutoConfig.from_pretrained(name_or_path, **trust)
         options |= (dequantized := _undo_quantization(config))
@@ -78,7 +79,7 @@ def load(
     except UsageError as error:
         raise UsageError(f"--model_name_or_path {name_or_path}: {error}") from None
     except Exception as error:  # the library and its network stack raise dozens of types
-        for path in Path(name_or_path).glob("*") if Path(name_or_path).is_dir() else ():
+        for path in Path(name_or_path).glob("*"):
             check_is_pulled(path)
         if "trust_remote_code" in str(error):  # transformers would ask, in each process, if it were not told
             advice = "read it, and use --trust_remote_code to run it" if has_flag else "this recipe does not run it"
@@ -105,6 +106,14 @@ def load(
     if new:
         print_once(f"new weights: {', '.join(new[:4])}{' ...' * (len(new) > 4)}")
     return model, tokenizer, new
+
+
+def _check_settings(folder: Path) -> None:
+    """Raises UsageError for a JSON or Jinja file that is a pointer of Git LFS, or a config that is null or a list."""
+    for path in folder.glob("*.j*"):
+        check_is_pulled(path)
+        if path.name.endswith("config.json") and not isinstance(json.loads(path.read_bytes()), dict):
+            raise UsageError(f"{path} has no names and values: download it again")
 
 
 def frozen(model: nn.Module, accelerator: Accelerator) -> nn.Module:
@@ -161,11 +170,11 @@ def exported_model(kind: Any, output_dir: Path) -> tuple[Any, Any]:
     return kind.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
 
 
-def exported_folder(output_dir: Path) -> str:
+def exported_folder(output_dir: Path, flag: str = "--predict") -> str:
     """Where a run has exported a model of transformers. Raises UsageError if it has not."""
     folder = output_dir / "model"
     if not (folder / "config.json").is_file():
-        raise UsageError(f"no model in {folder}: train first (the same command without --predict)")
+        raise UsageError(f"no model in {folder}: train first (the same command without {flag})")
     return str(folder)
 
 

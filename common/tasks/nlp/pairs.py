@@ -89,7 +89,8 @@ def load_pairs(
         parts = [_standard_library()]
     else:
         columns = query_column, document_column, negative_column, score_column
-        parts = [_rows(table, *columns) for table in load_tables(data, ADVICE)]
+        tables = load_tables(data, ADVICE, None, lambda table: table.has_classes(document_column))
+        parts = [_rows(table, *columns) for table in tables]
     train, evaluation = divide(parts)
     if min(len(train), len(evaluation)) < 2:
         raise UsageError(

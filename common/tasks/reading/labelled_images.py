@@ -12,7 +12,7 @@ from ...data.facts import count_by_class, printable, say
 from ...errors import UsageError
 from .image_decoding import Opener
 from .labelled import Labelled, flatten, say_odd_classes, with_same_classes
-from .rows import Table, table_of, text_of_cell
+from .rows import Row, Table, table_of, text_of_cell
 from .sources import SPLITS, LeftOut, is_saved, load_tables, walk
 from .text_files import local_path
 
@@ -162,7 +162,7 @@ def _parts(data: str, folder: Path, files: list[str], left_out: LeftOut, kind: M
     """How the paths of the files of each part begin: [""] for a folder that is one part."""
     tops = {file.split("/")[0]: False for file in files if "/" in file}  # whether the images have classes there
     tops |= {file.split("/")[0]: True for file in files if file.count("/") > 1}
-    tops |= {top: True for top in tops if any((folder / top / name).is_file() for name in METADATA)}
+    tops |= {top: True for top in tops if _column_of(folder / top, kind)}
     train, evaluation = ([top for name in kind for top in tops if top.lower() == name] for kind in (TRAIN, EVALUATION))
     others = [top for top in tops if top not in (*train, *evaluation)]
     if not tops or others or any((folder / name).is_file() for name in METADATA):
@@ -181,6 +181,16 @@ def _parts(data: str, folder: Path, files: list[str], left_out: LeftOut, kind: M
     return [part + "/" for part in parts]
 
 
+def _column_of(folder: Path, kind: Media) -> tuple[Path, list[Row], str] | None:
+    """(the table in a folder, its rows, the column that says what its files have); None without a table that does."""
+    for path in filter(Path.is_file, (folder / name for name in METADATA)):
+        rows = [*table_of(str(path), [path], None, {})]
+        for column in kind.columns:
+            if rows and FILE_NAME in rows[0] and any(row.get(column) not in (None, "") for row in rows):
+                return path, rows, column
+    return None
+
+
 def _by_folder(below: str, files: list[str], left_out: LeftOut, kind: Media) -> Files:
     """The class of each file: its folder, the first below the folder of the part."""
     ways = [(file, file[len(below) :].split("/")) for file in files]
@@ -195,24 +205,20 @@ def _by_folder(below: str, files: list[str], left_out: LeftOut, kind: Media) -> 
 
 def _by_table(folder: Path, below: str, files: list[str], left_out: LeftOut, kind: Media) -> Files:
     """What a table in the folder says that its files have; [] without a table that does."""
-    for name in METADATA:
-        path = folder / below / name
-        rows = [*table_of(str(path), [path], None, {})] if path.is_file() else []
-        column = next((column for column in kind.columns if rows and column in rows[0]), None)
-        if column is None or FILE_NAME not in rows[0]:
-            continue
-        for number, row in enumerate(rows, start=1):
-            if not text_of_cell(row[FILE_NAME]) or {None, ""} & {*flatten([names_in(row[column])])}:
-                raise UsageError(f"{path}: row {number} lacks {FILE_NAME} or {column}: expected a text in each")
-            if not (path.parent / row[FILE_NAME]).is_file():
-                raise UsageError(f"{path}: row {number} names {row[FILE_NAME]}: no such file")
-        found = [(below + os.path.normpath(row[FILE_NAME]), names_in(row[column])) for row in rows]
-        known = {below + name, *(file for file, _ in found)}
-        left_out |= {why: [file for file in paths if file not in known] for why, paths in left_out.items()}
-        rest = [file for file in files if file not in known]
-        left_out.setdefault(f"{kind.name}s that {name} does not name", []).extend(rest)
-        return found
-    return []
+    if (table := _column_of(folder / below, kind)) is None:
+        return []
+    path, rows, column = table
+    for number, row in enumerate(rows, start=1):
+        if not text_of_cell(row[FILE_NAME]) or {None, ""} & {*flatten([names_in(row[column])])}:
+            raise UsageError(f"{path}: row {number} lacks {FILE_NAME} or {column}: expected a text in each")
+        if not (path.parent / row[FILE_NAME]).is_file():
+            raise UsageError(f"{path}: row {number} names {row[FILE_NAME]}: no such file")
+    found = [(below + os.path.normpath(row[FILE_NAME]), names_in(row[column])) for row in rows]
+    known = {below + path.name, *(file for file, _ in found)}
+    left_out |= {why: [file for file in paths if file not in known] for why, paths in left_out.items()}
+    rest = [file for file in files if file not in known]
+    left_out.setdefault(f"{kind.name}s that {path.name} does not name", []).extend(rest)
+    return found
 
 
 def names_in(cell: Any, kind: Any = None) -> str | tuple[str | None, ...] | None:

@@ -90,13 +90,21 @@ def load_tables(
         def read(name: str) -> Table:
             return table_of(f"{data}, {name}" if len(files) > 1 else data, files[name], max_samples, kinds)
 
-    tables = [read(names[0])]
+    return labelled_splits(data, names, read, is_labelled)
+
+
+def labelled_splits(
+    data: str, names: list[str], read: Callable[[str], Any], is_labelled: Callable[[Any], bool]
+) -> list[Any]:
+    """The first of these splits, for training, and of the others the first that has labels, if one has. A line names
+    each that is left out."""
+    found = [read(name) for name in names[:1]]
     for name, following in zip_longest(names[1:], names[2:]):
-        if is_labelled(table := read(name)):
-            return [*tables, table]
+        if is_labelled(split := read(name)):
+            return [*found, split]
         instead = f"{following} is read in its place" if following else "it is left out"
         say(f"--data {data}: the {name} split has no labels: {instead}")
-    return tables
+    return found
 
 
 def _datasets_of(

@@ -17,7 +17,7 @@ from ...errors import UsageError, first_line
 from ..reading.labelled import in_order
 from ..reading.labelled_images import FILE_NAME, ImageFiles
 from ..reading.rows import table_of, text_of_cell
-from ..reading.sources import SPLITS, hold_out, is_saved, load_tables, names_of_splits, walk
+from ..reading.sources import SPLITS, hold_out, is_saved, labelled_splits, load_tables, names_of_splits, walk
 from ..reading.text_files import local_path, open_text
 from .augmentation import VaryingFlags, variation
 from .cropped_images import Preprocessing, resize
@@ -93,7 +93,7 @@ def load_boxed_images(data: str, image_column: str, objects_column: str) -> tupl
         parts = _beside_images(data, path, [path / file for file in walk(path, twice=True)[0]], objects_column)
     elif path.is_file() and path.suffix.lower() == ".json":
         parts = _beside_images(data, path.parent, [path], objects_column)
-    for table in [] if parts else load_tables(data, ADVICE):
+    for table in [] if parts else load_tables(data, ADVICE, None, lambda table: table.has_classes(objects_column)):
         table.check_columns({"--image_column": image_column, "--objects_column": objects_column})
         names = _names_of_classes(table.kinds.get(objects_column))
         parts.append((table.values(image_column), table.values(objects_column), names))
@@ -136,8 +136,9 @@ def _beside_images(data: str, folder: Path, files: list[Path], objects_column: s
             raise UsageError(
                 f"{table} names the image {name}: no such file beside it, in images, or in {places[-1].name}"
             )
-        parts[split] = table, [str(way[0]) for way in ways], *found[1:]
-    chosen = [parts[split] for split in names_of_splits(data, parts)[:2]] if parts else []
+        parts[split] = table, [str(way[0]) for way in ways], [*found[1]], found[2]
+    names = names_of_splits(data, parts) if parts else []
+    chosen = labelled_splits(data, names, parts.__getitem__, lambda part: any(part[2]))
     named = {Path(path) for table, paths, *_ in chosen for path in [table, *paths]}
     if chosen and (others := [file for file in files if file not in named]):
         say(f"--data {data}: left out: {len(others):,} files that no table names, such as {printable(others[0].name)}")

@@ -16,7 +16,7 @@ from ...data.facts import printable, say
 from ...errors import UsageError
 from ..reading.image_decoding import Opener
 from ..reading.labelled_images import ImageFiles
-from ..reading.sources import hold_out, is_saved, load_tables, names_of_splits, split_of, walk
+from ..reading.sources import hold_out, is_saved, labelled_splits, load_tables, names_of_splits, split_of, walk
 from ..reading.text_files import local_path
 from .augmentation import VaryingFlags, variation
 from .cropped_images import Preprocessing, resize
@@ -107,7 +107,7 @@ def load_masked_images(
     if path.is_dir() and not is_saved(path):
         parts = _in_folders(data, path, image_column.lower(), mask_column.lower())
     if not parts:
-        for table in load_tables(data, ADVICE):
+        for table in load_tables(data, ADVICE, None, lambda table: table.has_classes(mask_column)):
             table.check_columns({"--image_column": image_column, "--mask_column": mask_column})
             parts.append((table.values(image_column), table.values(mask_column)))
     masks: list[Any] = [ImageFiles(data, files, MaskOpener()) for _, files in parts]
@@ -139,8 +139,9 @@ def _in_folders(data: str, folder: Path, images: str, masks: str) -> list[Any]:
             name = "/".join([part for part in parents if part.lower() not in kinds] + [Path(file).stem])
             found.setdefault(split, {}).setdefault(kind, {})[name] = str(folder / file)
     parts = []
-    for split in names_of_splits(data, found)[:2] if found else []:
-        pairs = [found[split].get(kind, {}) for kind in (images, masks)]
+    names = names_of_splits(data, found) if found else []
+    for split in labelled_splits(data, names, found.__getitem__, lambda split: masks in split):
+        pairs = [split.get(kind, {}) for kind in (images, masks)]
         both = sorted(pairs[0].keys() & pairs[1].keys())
         if not both:
             raise UsageError(f"--data {data}: no images in a folder {images}s with masks of their names in {masks}s")
