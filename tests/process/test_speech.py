@@ -298,7 +298,7 @@ def test_a_recording_that_is_too_long(tmp_path: Path, folder: Path) -> None:
 def test_a_language_is_for_whisper(tmp_path: Path, folder: Path) -> None:
     flags = f"{flags_of(folder, 'text')} --language german"
     line = refused(fork(tmp_path / "run", "single", SCRIPT, flags, succeeds=False))
-    assert line == "error: --language german is for texts of a Whisper, which is not here: leave it out"
+    assert line == "error: --language german is for a Whisper model with --target text: leave it out"
 
 
 @pytest.mark.full
