@@ -102,4 +102,4 @@ def test_dropout_is_refused(tmp_path: Path) -> None:
     assert "SP 2 does not give the result of one process: in step 1, " in refused(run)
     assert "draws random numbers, or needs all tokens of a sample, as convolutions do" in run.stdout + run.stderr
     run = fork(tmp_path / "unchecked", "sequence_parallel", TRANSFORMER, f"{flags} --check_steps 0", succeeds=False)
-    assert "the forward pass draws random numbers, as dropout does, and SP 2 divides it" in refused(run)
+    assert "the forward pass draws random numbers, such as dropout, and SP 2 divides it" in refused(run)

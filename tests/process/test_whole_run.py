@@ -67,7 +67,7 @@ BEGINS: dict[tuple[str, str], str | None] = {
     ("activity", "tensor_parallel"): "in step 4 a pass computes the values of forward_step of mean",
     ("cap", "tensor_parallel"): "linalg_vector_norm",
     ("dropout", "tensor_parallel"): "in step 4 a pass computes",
-    ("units", "tensor_parallel"): "process 1 has another blocks.0.active than the processes before it",
+    ("units", "tensor_parallel"): "process 1's blocks.0.active differs from the processes before it",
     ("skipped_layer", "ddp"): "no pass of this step uses blocks.1.norm.weight, as earlier steps did, and DDP waits for",
     ("penalty", "tensor_parallel"): "TP 2 cannot train this: RuntimeError",
 }
