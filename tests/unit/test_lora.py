@@ -139,7 +139,7 @@ def test_adapters_of_peft_go_on(tmp_path: Path) -> None:
                 of_peft(folder),
                 (folder / "adapter_model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n"),
             ),
-            "adapter_model.safetensors is a pointer of Git LFS, not the file itself: run git lfs pull",
+            "adapter_model.safetensors is a Git LFS pointer, not the file itself: run git lfs pull",
         ),
         (
             lambda folder: (of_peft(folder), save_file({}, folder / "adapter_model.safetensors", {"base": "other"})),

@@ -329,12 +329,12 @@ def graph(size: int) -> dict[str, Tensor]:
         (
             [{"target": [row]} for row in ROWS],
             None,
-            "give each tensor in it a name of its own, and pad what differs in",
+            "give each tensor in it its own name, and pad what varies in",
         ),
         (ROWS, lambda samples: {"target": samples}, '"target" of a batch is a list: expected a tensor'),
         (ROWS, lambda samples: {"x": torch.cat([row["x"] for row in samples])}, "expected (2, ...), a row for each"),
         (ROWS, lambda samples: tuple(samples), "collate_fn returns a tuple: expected a dict of tensors of shape (2,"),
-        (ROWS, lambda samples: samples[0]["y"], "collate_fn makes no batch of the samples: KeyError: 'y' (test"),
+        (ROWS, lambda samples: samples[0]["y"], "collate_fn cannot make a batch of the samples: KeyError: 'y' (test"),
     ],
 )
 def test_samples_that_make_no_batch(samples: list[Any], collate_fn: Any, expected: str) -> None:

@@ -76,8 +76,8 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
     [
         ("generation_config.json", "null", "generation_config.json has no names and values: download it again"),
         ("generation_config.json", "[]", "generation_config.json has no names and values: download it again"),
-        ("generation_config.json", POINTER, "generation_config.json is a pointer of Git LFS"),
-        ("chat_template.jinja", POINTER, "chat_template.jinja is a pointer of Git LFS"),
+        ("generation_config.json", POINTER, "generation_config.json is a Git LFS pointer"),
+        ("chat_template.jinja", POINTER, "chat_template.jinja is a Git LFS pointer"),
         ("generation_config.json", "{bad", "no causal model there (Expecting property name"),
     ],
 )
