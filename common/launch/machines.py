@@ -84,7 +84,7 @@ def agreement(environment: Environment, config: RunConfig) -> Iterator[None]:
 
 @contextmanager
 def saying_who_waits(environment: Environment) -> Iterator[None]:
-    """Prints a line if the processes take long to meet in the block. Raises UsageError for a taken port, or RunError."""
+    """Prints a line if the processes take long to meet in the block. Raises UsageError for a port in use, RunError."""
     place = f"{environment.main_address}:{environment.main_port}"
     line = (
         f"process {environment.rank} waits for all {environment.world_size} at {place} (MASTER_ADDR, MASTER_PORT); "

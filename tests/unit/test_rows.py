@@ -194,7 +194,7 @@ BROKEN = [
     ("a.csv.gz", POINTER, "is a Git LFS pointer"),
     ("a.jsonl", POINTER, "is a Git LFS pointer"),
     ("a.parquet", b"no parquet", "the files cannot be read"),
-    ("a.pdf", b"%PDF", "its name ends with none of .csv, .tsv, .json"),
+    ("a.pdf", b"%PDF", "its name must end with one of .csv, .tsv, .json"),
 ]
 
 

@@ -217,10 +217,10 @@ def test_norm_of_sparse_gradients() -> None:
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        (NeedsClosure, "NeedsClosure calls the model several times a step, or its step has arguments, which fit"),
-        (Sam, "Sam calls the model several times a step"),
-        (NeedsLoss, "NeedsLoss calls the model several times a step, or its step has arguments"),
-        (torch.optim.LBFGS, "LBFGS calls the model several times a step"),
+        (NeedsClosure, "NeedsClosure calls the model several times per step, or its step has arguments, which fit"),
+        (Sam, "Sam calls the model several times per step"),
+        (NeedsLoss, "NeedsLoss calls the model several times per step, or its step has arguments"),
+        (torch.optim.LBFGS, "LBFGS calls the model several times per step"),
         (torch.optim.AdamW, "AdamW does not take sparse gradients (RuntimeError: "),
     ],
 )
@@ -356,9 +356,9 @@ def test_advice_to_pad_leads_to_a_batch() -> None:
             'use reduction="none", or leave out mean(); of a transformers model take the logits, not its .loss',
         ),
         ("loss", (2, 2), "made (batch, batch); else .flatten(1).mean(1); if some elements are ignored"),
-        ("confusion", (2, 2), "else .flatten(1).mean(1); what has no value per example, such as a confusion matrix"),
-        ("confusion", (3, 3), "keeps the batch dimension; what has no value per example"),
-        ("accuracy", (), 'use reduction="none", or leave out mean(); what has no value per example'),
+        ("confusion", (2, 2), "else .flatten(1).mean(1); for a metric without a value per example"),
+        ("confusion", (3, 3), "keeps the batch dimension; for a metric without a value per example"),
+        ("accuracy", (), 'use reduction="none", or leave out mean(); for a metric without a value per example'),
     ],
 )
 def test_advice_fits_the_value(name: str, shape: tuple[int, ...], expected: str) -> None:

@@ -36,14 +36,14 @@ PAD, UNKNOWN, FIRST, MASK = "[PAD]", "[UNK]", "[CLS]", "[MASK]"
 class EncoderFlags(RunConfig):
     """The flags of recipes that train an encoder."""
 
-    max_length: int = flag(64, "tokens of a text beyond this number are left out", minimum=1)
+    max_length: int = flag(64, "texts are cut off after this number of tokens", minimum=1)
     vocabulary: int = flag(4096, "number of words that the model from scratch knows", minimum=4)
     num_layers: int = flag(2, "encoder layers", minimum=1)
     num_heads: int = flag(4, "attention heads", minimum=1)
     hidden_size: int = flag(64, "width of the model", minimum=1)
     dropout: float = flag(0.0, "probability of dropout; its masks depend on --micro_batch_size", minimum=0, below=1)
     model_name_or_path: str | None = flag(None, "continue from this encoder and its tokenizer (folder or Hub id)")
-    trust_remote_code: bool = flag(False, "run Python code that the model brings: read it first")
+    trust_remote_code: bool = flag(False, "run the Python code that comes with the model: read it first")
 
 
 def small_bert(
@@ -96,7 +96,7 @@ def load_encoder(kind: Any, name_or_path: str, max_length: int, **options: Any) 
     model, tokenizer, _ = load(kind, name_or_path, "encoder", **options)
     if tokenizer.pad_token_id is None:
         raise UsageError(
-            f"--model_name_or_path {name_or_path}: its tokenizer has no token for padding: use the path of an encoder"
+            f"--model_name_or_path {name_or_path}: its tokenizer has no padding token: use the path of an encoder"
         )
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
