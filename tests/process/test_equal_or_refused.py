@@ -58,7 +58,7 @@ DRAWN: dict[tuple[str, str], str | None] = {
     ("model routed", "deepspeed_zero2"): "does not use experts.",
     # ZeRO would add the gradients of different experts: losses differed by 10 %.
     ("model routed_plus_nothing", "ddp"): None,
-    ("model routed_plus_nothing", "deepspeed_zero2"): "takes another path through the model",
+    ("model routed_plus_nothing", "deepspeed_zero2"): "takes a different path through the",
     ("model scalar_weight", "ddp"): None,
     ("model scalar_weight", "fsdp2"): None,
     ("model scalar_weight", "fsdp2_tensor_parallel"): None,
@@ -97,7 +97,7 @@ DRAWN: dict[tuple[str, str], str | None] = {
     (
         "optimizer norm_of_all_gradients",
         "fsdp2",
-    ): "reads a number, as float() and .item() do, of a tensor of which this",
+    ): "reads a number, with float() or .item(), from a tensor of which this",
     ("optimizer noise_in_the_step", "ddp"): None,
     ("optimizer subclass_of_adafactor", "deepspeed_zero2"): "MyAdafactor does not get each weight whole",
     ("optimizer Muon", "deepspeed_zero3"): "Param gradient must be a 2D matrix",

@@ -71,7 +71,7 @@ def test_layers_that_need_all_tokens_are_refused(tmp_path: Path) -> None:
     flags = write(tmp_path / "lfm2", transformers.Lfm2ForCausalLM(config))
     lines = fork(tmp_path / "run", "sequence_parallel", TRANSFORMER, flags, succeeds=False)
     assert "SP 2 does not give the result of one process: in step 1, " in refused(lines)
-    assert "likely cause: a layer beside attention needs all tokens of a sample" in lines.stdout + lines.stderr
+    assert "likely cause: a layer other than attention needs all tokens of a sample" in lines.stdout + lines.stderr
 
 
 @pytest.mark.parametrize(

@@ -354,7 +354,7 @@ def test_values_that_a_text_cannot_have() -> None:
     for messages, line in (
         ([QUESTION, dated], r"message 2 \(assistant\) has a value that a text cannot have .*date"),
         ([{"role": "user", "content": "half \ud83d"}, ANSWER], r"message 1 \(user\) has a value .*surrogates"),
-        ([QUESTION, {"role": "assistant", "tool_calls": "[]"}], "the tool_calls of message 2 .* are not a list of dicts"),
+        ([QUESTION, {"role": "assistant", "tool_calls": "[]"}], "the tool_calls of message 2 .* are not a list"),
     ):
         with pytest.raises(UsageError, match=line):
             encode(messages, tokenizer, 99)

@@ -290,7 +290,7 @@ ROWS = [{"x": torch.ones(index + 1), "boxes": torch.ones(index + 1, 4)} for inde
         (DataLoader(ROWS), "set is a DataLoader; fit makes batches itself, of --batch_size samples"),
         ("data/train.csv", "set is a path, data/train.csv: give fit the samples there"),
         (Path("data"), "set is a path, data: "),
-        ({"train": ROWS, "test": ROWS}, "set is a dict of train, test: expected one set"),
+        ({"train": ROWS, "test": ROWS}, "set is a dict of train, test: expected a single set"),
         (None, "set is None: expected a dataset with len(dataset) and dataset[index]"),
         ([], "list is empty"),
     ],
