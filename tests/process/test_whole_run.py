@@ -18,7 +18,10 @@ GIVEN_BACK = (
     *("bits", "rows"),
 )
 ALL = ",".join(GIVEN_BACK)  # one that is not given back changes the losses
-OTHER, SEVERAL = "besides the hidden states: another stage of the pipeline has that", "times, where the pipeline was cut"
+OTHER, SEVERAL = (
+    "besides the hidden states: another stage of the pipeline has that",
+    "times, where the pipeline was cut",
+)
 PIPELINES = ("pipeline_parallel", "interleaved", "zbv")
 DIVIDING = ("fsdp2", "deepspeed_zero2", "deepspeed_zero3", "tensor_parallel")
 STATES: dict[tuple[str, str], str | None] = {  # None: the result of one process; else a part of the line
@@ -54,7 +57,10 @@ BEGINS: dict[tuple[str, str], str | None] = {
     ("frozen", "tensor_parallel"): "the weights with requires_grad differ from those at the start in step 4",
     ("one_layer", "interleaved"): "calls blocks.2 by itself",
     ("first_layer", "interleaved"): "calls blocks.0 by itself",
-    ("of_the_other_stage", "zbv"): "uses stem.weight, besides the hidden states: another stage of the pipeline has that",
+    (
+        "of_the_other_stage",
+        "zbv",
+    ): "uses stem.weight, besides the hidden states: another stage of the pipeline has that",
     ("noise_in_step", "ddp"): None,
     **{("noise_in_step", config): "draws random numbers in step 4, and " for config in (*DIVIDING, "zbv")},
     ("norm_in_step", "ddp"): None,

@@ -38,7 +38,9 @@ def test_empty_variables_are_unset(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("value", ["two", "-1", "1.5", "0x1"])
 def test_variables_that_are_no_numbers(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("RANK", value)
-    with pytest.raises(UsageError, match=f"RANK is {value}, which is not a number: unset RANK, or use accelerate launch"):
+    with pytest.raises(
+        UsageError, match=f"RANK is {value}, which is not a number: unset RANK, or use accelerate launch"
+    ):
         drop_leftovers()
     assert Environment.read().rank == 0  # so that the process can print the line
 

@@ -95,8 +95,7 @@ def say_odd_classes(data: str, parts: Sequence[Labelled], what: str) -> None:
         "classes that look alike, but count as different ones": [
             " and ".join(map(ascii, names)) for names in alike.values() if len(names) > 1
         ],
-        "a class like any other here, although it may mean no class": [NO_CLASS]
-        * (NO_CLASS in trained | evaluated),
+        "a class like any other here, although it may mean no class": [NO_CLASS] * (NO_CLASS in trained | evaluated),
     }.items():
         if found:
             say(f"--data {data}: {line}: {shorten(found)}")
