@@ -140,7 +140,7 @@ def test_token_without_a_row_is_found_at_once(tmp_path: Path, read: Any, how: st
     vocabulary |= {f"new{number}": 900 + number for number in range(20)} if how == "more" else {}
     file.write_text(json.dumps(content))
     token, number = ("new19", 919) if how == "more" else (".*", 999)
-    with pytest.raises(UsageError, match=f"the token '{token}' with the id {number}, the model has [0-9]+ rows"):
+    with pytest.raises(UsageError, match=f"the token '{token}' with the id {number}, but the model has [0-9]+ rows"):
         read(tmp_path)
 
 
