@@ -35,14 +35,14 @@ def at_fit(
     The recipe runs as one process on the CPU. It trains nothing and leaves no files.
 
     Args:
-        function: "module:name" of a function of the question and of the arguments of `fit`; pickle can send its answer.
-        question: what pickle can send.
-        on_meta: build models without memory: their weights have no values. If the recipe looks at these, it runs again
-            with real ones, if they fit into the memory that is free.
+        function: "module:name" of a function of the question and of the arguments of `fit`; its answer can be pickled.
+        question: anything that can be pickled.
+        on_meta: build models without memory: their weights have no values. If the recipe reads these, it runs again
+            with real ones, if they fit into free memory.
 
     Raises:
         UsageError: the recipe ended before it called `fit`; the message is the last line that it printed. Or it imports
-            a loop of its own, which this package cannot ask.
+            its own loop, which this package cannot ask.
     """
     if OLD_IMPORT.search(script.read_text(encoding="utf-8", errors="replace")):
         raise UsageError(
@@ -52,7 +52,7 @@ def at_fit(
     with TemporaryDirectory() as folder:
         result = Path(folder) / "result"
         result.with_name("question").write_bytes(pickle.dumps(question))
-        # Not with -m, which looks for the package in the present folder first.
+        # Not with -m, which looks for the package in the current folder first.
         start = f"import sys; sys.path.append({str(Path(__file__).parents[1])!r}); from {__name__} import main; main()"
         command = [sys.executable, "-P", "-c", start, function, "meta" * on_meta, str(result)]
         command += [str(script), *flags, "--output_dir", str(Path(folder) / "run")]
@@ -91,7 +91,7 @@ def main() -> None:
         Path(result).write_bytes(pickle.dumps(found))
         os._exit(0)
 
-    # The first statement of `fit`, also of one that a project has for itself, calls this one.
+    # The first statement of `fit`, also of a project's own copy, calls this one.
     check_given, vars(refusals)["check_given"] = refusals.check_given, answer
     begin = launch.start  # called below for one process, which shares nothing
     vars(launch)["start"] = lambda config: begin(replace(config, pipeline_stages=1, expert_parallel=1))

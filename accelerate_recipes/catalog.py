@@ -1,4 +1,4 @@
-"""What there is: the recipes and configs, as their headers describe them, and how a config runs on this machine."""
+"""Lists the recipes and configs, as their headers describe them, and how each config runs on this machine."""
 
 import ast
 import os
@@ -49,7 +49,7 @@ def show(as_json: AsJson = False) -> None:
     print("Where it runs\n")
     for config in configs:
         print_entry(config)
-    print("Make a project of your own from a recipe: accelerate-recipes new mnist my_project --config ddp")
+    print("Make your own project from a recipe: accelerate-recipes new mnist my_project --config ddp")
 
 
 def read_recipe(path: Path) -> dict[str, str]:
@@ -62,7 +62,7 @@ def read_recipe(path: Path) -> dict[str, str]:
 
 
 def _read_config(path: Path, num_gpus: int) -> dict[str, str]:
-    """A config file, from its header, with how it runs on a machine with so many GPUs."""
+    """A config file, from its header, with how it runs on a machine with this number of GPUs."""
     text = bundle.header(path)
     return {
         "name": path.stem,
@@ -75,7 +75,7 @@ def _read_config(path: Path, num_gpus: int) -> dict[str, str]:
 
 
 def runs_here(config: dict[str, Any], num_gpus: int) -> str:
-    """Whether a config runs for real or as a rehearsal on a machine with so many GPUs, or what it needs."""
+    """Whether a config runs for real or as a rehearsal on a machine with this number of GPUs, or what it needs."""
     num_processes, num_machines = config["num_processes"], config.get("num_machines", 1)
     if config.get("distributed_type") == "DEEPSPEED" and find_spec("deepspeed") is None:
         return "needs pip install deepspeed"
@@ -105,7 +105,7 @@ def count_gpus() -> int:
 
 
 def mapping_in(path: Path) -> dict[str, Any]:
-    """The content of a config file. Raises UsageError for a file that is none."""
+    """The content of a config file. Raises UsageError for any other file."""
     text = text_of(path, "", "use the path of a config file")
     try:
         content = yaml.safe_load(text)

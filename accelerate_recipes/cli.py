@@ -1,4 +1,4 @@
-"""The command `accelerate-recipes`. Each subcommand is a function beside its work, whose annotations are its flags.
+"""The command `accelerate-recipes`. Each subcommand is a function, whose annotations are its flags.
 
 Such a function imports what it needs when it runs, so that the others start fast.
 """

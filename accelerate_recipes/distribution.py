@@ -29,7 +29,7 @@ def files() -> dict[str, Path]:
 
 
 def _in(folder: Path) -> list[Path]:
-    """The files below a folder, without what runs and Python leave there."""
+    """The files below a folder, without those that runs and Python leave there."""
     found: list[Path] = []
     for place, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name not in ("__pycache__", "outputs") and name[0] != ".")
@@ -38,7 +38,7 @@ def _in(folder: Path) -> list[Path]:
 
 
 def requirements(extra: str = "") -> list[str]:
-    """What the package requires for this extra, or without one."""
+    """The package's requirements for this extra, or without one."""
     split = [requirement.partition(";") for requirement in _installed().requires or []]
     return [name.strip() for name, _, marker in split if marker.partition("extra == ")[2].strip("'\" ") == extra]
 
@@ -76,11 +76,11 @@ def _installed() -> Distribution:
         installed = distribution(NAME)
     except PackageNotFoundError:
         raise UsageError(
-            f"{NAME} is not installed, which a new project needs: run pip install -e . in its checkout"
+            f"{NAME} is not installed, but a new project needs it: run pip install -e . in its checkout"
         ) from None
     if installed.version.partition("+")[0] != bundle.VERSION:
         raise UsageError(
-            f"{NAME} {installed.version} is installed, its files are of {bundle.VERSION}: run pip install -e . in its "
-            "checkout again"
+            f"{NAME} {installed.version} is installed, but its files are of {bundle.VERSION}: run pip install -e . in "
+            "its checkout again"
         )
     return installed

@@ -1,4 +1,4 @@
-"""`accelerate-recipes export`: makes a model of a checkpoint, in one process, in the memory of one file."""
+"""`accelerate-recipes export`: makes a model from a checkpoint, in one process, in the memory of one file."""
 
 import json
 import shutil
@@ -23,10 +23,10 @@ Dtype = StrEnum("Dtype", ["auto", "float32", "bfloat16", "float16"])
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="folder of a checkpoint; or of a run, for its newest one")],
     folder: Annotated[Path, typer.Argument(help="the folder to make; it must be empty or absent")],
-    dtype: Annotated[Dtype, typer.Option(help="type of the weights; auto: as the run exports them")] = Dtype.auto,
+    dtype: Annotated[Dtype, typer.Option(help="dtype of the weights; auto: as the run exports them")] = Dtype.auto,
     as_json: AsJson = False,
 ) -> None:
-    """Make a model of a checkpoint, such as the run writes at its end, in one process.
+    """Make a model from a checkpoint, like the one that a run writes at its end, in one process.
 
     Example: accelerate-recipes export outputs/mnist/checkpoints/step_00000100 mnist_100
     """
@@ -37,15 +37,15 @@ def export(
         folder.absolute().parent.mkdir(parents=True, exist_ok=True)
         files = _write(reader, folder.resolve(), dtype)
     except OSError as error:
-        raise UsageError(f"{checkpoint} or {folder} cannot be used ({error.strerror}): use others") from None
+        raise UsageError(f"{checkpoint} or {folder} cannot be used ({error.strerror}): use other folders") from None
     made = {"checkpoint": str(reader.folder), "step": reader.content["state"]["step"], "folder": str(folder)}
     if not files.is_dir():
-        print(f"{files} is missing: {folder} has the weights alone", file=sys.stderr)
+        print(f"{files} is missing: {folder} has only the weights", file=sys.stderr)
     print_json(made) if as_json else print(f"exported: step {made['step']} of {checkpoint} to {folder}")
 
 
 def _opened(checkpoint: Path) -> "Reader":
-    """The verified checkpoint. Raises UsageError if it is damaged or none is there."""
+    """The verified checkpoint. Raises UsageError if it is damaged, or if there is none."""
     from accelerate_recipes.common.checkpoint.format import MANIFEST, DamagedError
     from accelerate_recipes.common.checkpoint.reader import Reader
     from accelerate_recipes.common.checkpoint.resume import newest
@@ -60,7 +60,7 @@ def _opened(checkpoint: Path) -> "Reader":
                 "complete one"
             ) from None
     if not checkpoint.is_dir():
-        raise UsageError(f"{checkpoint} is not a folder: use that of a checkpoint or of a run")
+        raise UsageError(f"{checkpoint} is not a folder: use the folder of a checkpoint or of a run")
     try:
         reader = newest(checkpoint, Reader.open_verified, CpuGroup())
     except DamagedError as error:

@@ -59,7 +59,7 @@ MATRIX = (
 
 
 def flags_for(name: str, config: str) -> list[str] | None:
-    """The flags of a recipe under a config: of its first model that it supports, and its own. None: of none."""
+    """The flags of a recipe under a config: those of its first model that the config supports, and its own; or None."""
     for recipe in RECIPES:
         own, *model = recipe.split()
         cell = MATRIX.get((recipe, config), Cell())

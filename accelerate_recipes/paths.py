@@ -31,7 +31,7 @@ def check_folder(path: Path, name: str = "") -> None:
 
 
 def check_new_file(path: Path, name: str) -> None:
-    """Raises UsageError unless a file can be written there: its folder exists, and a file at most is in its place."""
+    """Raises UsageError unless a file can be written there: its folder exists, and at most a file is in its place."""
     named = _named(path, name)
     with _possible(path, name, "written"):
         if path.is_dir():
@@ -66,11 +66,11 @@ def text_of(path: Path, name: str, advice: str) -> str:
         with _possible(path, name, "read"):
             return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise UsageError(f"{_named(path, name)} is no text in UTF-8: {advice}") from None
+        raise UsageError(f"{_named(path, name)} is not text in UTF-8: {advice}") from None
 
 
 def is_path(name: str) -> bool:
-    """Whether there is a file, or what should be one, of this name; else it is the name of something of ours."""
+    """Whether there is a file of this name, or the name looks like a path; otherwise it is the name of one of ours."""
     try:
         return _is_there(Path(name)) and not Path(name).is_dir()
     except OSError:

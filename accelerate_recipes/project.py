@@ -30,15 +30,15 @@ def make(
         list[str] | None, typer.Option(help="config to include, by name or path; repeatable (default: ddp)")
     ] = None,
     own_loop: Annotated[
-        bool, typer.Option("--own_loop", help="also write the loop as loop.py, for you to change")
+        bool, typer.Option("--own_loop", help="also write the loop as loop.py, so that you can change it")
     ] = False,
     single_file: Annotated[
         bool, typer.Option("--single_file", help="write one script on Accelerate alone, without this package")
     ] = False,
-    vendor: Annotated[bool, typer.Option("--vendor", help="also copy the package, for you to change")] = False,
+    vendor: Annotated[bool, typer.Option("--vendor", help="also copy the package, so that you can change it")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make a project of your own from a recipe: the recipe, configs and a test. It imports the rest.
+    """Make your own project from a recipe: the recipe, configs and a test. It imports the rest.
 
     Example: accelerate-recipes new mnist my_project --config ddp --config fsdp2
     """
@@ -48,7 +48,7 @@ def make(
     script = find_of(files, recipe, "recipe as a single file") if single_file else find_recipe(recipe)
     chosen = [find_config(name) for name in dict.fromkeys(config or ["ddp"])]
     if len({path.name for path in chosen}) < len(chosen):
-        raise UsageError("--config names two files of one name, which a project cannot hold: rename one")
+        raise UsageError("--config names two files with the same name, but a project needs different names: rename one")
     for path in chosen:
         _check_pair(script, path)
     if not str(folder).isprintable():
@@ -131,7 +131,7 @@ def _new_file(path: Path) -> Path:
 
 
 def _dependencies(script: Path, is_alone: bool, vendor: bool, deepspeed: bool) -> list[str]:
-    """What a project requires: this package, or what that requires, or what a single file imports."""
+    """The requirements of a project: this package, or its requirements, or the imports of a single file."""
     if not is_alone and not vendor:
         return [f"accelerate-recipes{'[deepspeed]' * deepspeed} ~= {'.'.join(bundle.VERSION.split('.')[:2])}"]
     required = distribution.requirements()

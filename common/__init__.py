@@ -1,4 +1,4 @@
-"""The loop that all recipes share. `accelerate_recipes` has what a recipe imports; tasks are in `tasks/`."""
+"""The loop that all recipes share. Recipes import from `accelerate_recipes`; code for single tasks is in `tasks/`."""
 
 import os
 

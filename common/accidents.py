@@ -19,16 +19,16 @@ except ImportError:  # Windows has no such limit
     resource = None  # type: ignore[assignment]
 
 SHARED = Path("/dev/shm")
-# Of torch's loader; and of torch in a worker whose batch finds no room.
+# Messages of torch's DataLoader, and of torch in a worker whose batch does not fit into shared memory.
 LOST_WORKER = re.compile(r"DataLoader worker .*?(?:killed by signal: ([\w ]*\w)|exited unexpectedly)")
 NO_SHARED_MEMORY = re.compile(
     r"unable to (?:allocate|open|mmap|resize).* shared memory|shared memory.*No space left", re.I
 )
 
-# The errors of a full disk, a quota, a read-only file system and somebody else's folder.
+# The errors of a full disk, a quota, a read-only file system and another user's folder.
 REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
-NO_FOLDER = (errno.ENOTDIR, errno.EEXIST, errno.EIO, errno.ESTALE)  # only of an error that names the file
-FULL = re.compile(r"\d+ requested and \d+ written|Not enough disk space")  # of numpy, and of datasets
+NO_FOLDER = (errno.ENOTDIR, errno.EEXIST, errno.EIO, errno.ESTALE)  # only if the error names the file
+FULL = re.compile(r"\d+ requested and \d+ written|Not enough disk space")  # messages of numpy and of datasets
 # {part of the path of the code that writes: variable}; for errors that name no file.
 WRITERS = {
     "-packages/datasets/": "HF_DATASETS_CACHE",
@@ -41,7 +41,7 @@ WRITERS = {
 
 
 def folders() -> dict[str, Path]:
-    """{variable: folder} of the caches of the libraries, as they choose it; the variable moves it."""
+    """{variable: folder} of the libraries' caches, chosen as the libraries do; setting the variable moves the cache."""
     home = Path("~")
 
     def chosen(variable: str, default: Path) -> Path:
@@ -62,7 +62,7 @@ def folders() -> dict[str, Path]:
 
 
 def advice(error: BaseException) -> str | None:
-    """The line for an error that the machine caused, or that came from one: what it lacks, what to type; else None."""
+    """One line for an error that the machine caused, directly or not: what is missing, what to type; else None."""
     for each in chain(error):
         if (line := _cache(each) or _open_files(each) or _worker(each)) is not None:
             return line
@@ -81,7 +81,7 @@ def _cache(error: BaseException) -> str | None:
 
 
 def _worker(error: BaseException) -> str | None:
-    """The line for a worker of a loader that could not send a batch, or that ended: of a loader of the recipe's own."""
+    """The line for a worker that could not send a batch, or that ended, of a DataLoader that the recipe made."""
     text = str(error)
     if NO_SHARED_MEMORY.search(text):
         return lost_worker("Bus error")
@@ -90,7 +90,7 @@ def _worker(error: BaseException) -> str | None:
 
 
 def lost_worker(signal_name: str | None) -> str:
-    """The line for a worker of a loader that a signal ended, as the system describes the signal."""
+    """The line for a DataLoader worker that a signal ended. `signal_name`: the system's description of the signal."""
     if signal_name == "Bus error":
         size = f" of {shutil.disk_usage(SHARED).total / 1e6:,.0f} MB" if SHARED.exists() else ""
         return (
@@ -112,7 +112,7 @@ def _open_files(error: BaseException) -> str | None:
 
 
 def _reason(error: BaseException) -> str | None:
-    """What the file system says, from the number of an error or, where a library made a text of it, from its words."""
+    """The file system's reason, from the error number or, if a library kept only the text, from the message."""
     text = str(error)
     if getattr(error, "filename", None) and getattr(error, "errno", None) in NO_FOLDER:
         return os.strerror(error.errno)  # type: ignore[attr-defined]
@@ -123,7 +123,7 @@ def _reason(error: BaseException) -> str | None:
 
 
 def _variable(error: BaseException, known: Mapping[str, Path]) -> str | None:
-    """The variable of the cache with the file that an error names; without a name, of the code that raised it."""
+    """The variable of the cache with the file that an error names, or else of the code that raised the error."""
     names = [name for name in (getattr(error, "filename", None), getattr(error, "filename2", None)) if name]
     if names:
         paths = [Path(os.fsdecode(name)).absolute() for name in names if isinstance(name, str | bytes | os.PathLike)]

@@ -36,7 +36,7 @@ def parse(config_class: type[ConfigT], arguments: Sequence[str] | None = None) -
     return config
 
 
-# The groups of --help, {title: its first flag in RunConfig, where they stand together}, after a recipe's own flags.
+# The groups of --help after the recipe's own flags: {title: its first flag in RunConfig, which lists them in order}.
 GROUPS = {
     "data": "data",
     "optimisation": "epochs",
@@ -101,8 +101,8 @@ class _Parser(argparse.ArgumentParser):
         return vars(values)
 
     def _check_launcher(self, values: argparse.Namespace) -> None:
-        """Takes the flag that launchers such as deepspeed add, if their variables say the same. Raises UsageError in
-        one process of a launcher that sets none: each would train alone."""
+        """Accepts the flag that launchers such as deepspeed add, if their variables say the same. Raises UsageError if
+        a launcher of several processes sets no variables: each process would train alone."""
         given = None if hasattr(self.config_class, OF_OLD_LAUNCHERS) else vars(values).pop(OF_OLD_LAUNCHERS, None)
         local_rank = Environment.read().local_rank
         if given is None or given == str(local_rank):
@@ -111,12 +111,12 @@ class _Parser(argparse.ArgumentParser):
             raise SystemExit(UsageError.exit_code)
         is_set = "LOCAL_RANK is not set" if local_rank is None else f"LOCAL_RANK is {local_rank}"
         self.error(
-            f"--{OF_OLD_LAUNCHERS}={given} is what an old launcher adds, but {is_set}: start with accelerate launch or "
+            f"--{OF_OLD_LAUNCHERS}={given} comes from an old launcher, but {is_set}: start with accelerate launch or "
             "torchrun, and leave it out"
         )
 
     def _refuse(self, word: str) -> typing.NoReturn:
-        """Raises UsageError for a word that is no flag."""
+        """Raises UsageError for a word that is not a flag."""
         name = word.partition("=")[0]
         flags = [option for option in self._option_string_actions if option.startswith("--") and option != name]
         if name in OF_THE_LAUNCHER:
@@ -142,7 +142,7 @@ def _options(hint: Any, name: str) -> dict[str, Any]:
 
 
 def _path(text: str) -> Path:
-    if not text.strip():  # Path makes the current folder of it
+    if not text.strip():  # Path would turn it into the current folder
         raise argparse.ArgumentTypeError("expected the path of a folder, got nothing")
     return Path(text)
 

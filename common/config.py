@@ -90,7 +90,7 @@ class RunConfig:
         "to model/; lower is better for loss, perplexity and error",
     )
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(
-        "auto", "type of the exported weights; auto: that of the files of a pretrained model, else as in training"
+        "auto", "dtype of the exported weights; auto: as in a pretrained model's files, else as in training"
     )
     log_every: int = flag(10, "optimizer steps between training records", minimum=1)
     eval_every: int | None = flag(
@@ -139,7 +139,7 @@ class RunConfig:
             _check(type(self), field.name, getattr(self, field.name))
         if self.early_stopping_patience is not None and self.metric_for_best_model is None:
             raise UsageError("--early_stopping_patience needs a metric: use --metric_for_best_model loss")
-        if os.path.realpath(self.output_dir) == os.sep:  # not resolve, which fails at a loop of links
+        if os.path.realpath(self.output_dir) == os.sep:  # not resolve(), which fails on circular links
             raise UsageError(f"--output_dir {self.output_dir} is the root of the disk: use a folder of its own")
         if self.deterministic and self.tf32:
             raise UsageError("--deterministic is for exact results, --tf32 rounds them: use one of them")
@@ -162,7 +162,7 @@ def script_name() -> str:
 
 
 def _check(config_class: type, name: str, value: Any) -> None:
-    """Raises UsageError if the value of a field is no choice or out of range."""
+    """Raises UsageError if the value of a field is not one of its choices, or out of range."""
     hint, metadata = declaration(config_class, name)
     choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else (value,)
     if value not in choices:  # argparse does not check defaults
@@ -178,7 +178,7 @@ def _check(config_class: type, name: str, value: Any) -> None:
 
 
 def declaration(config_class: type, name: str) -> tuple[Any, dict[str, Any]]:
-    """(type, metadata) of a field, from the class that declared it with `flag`: others may override the default."""
+    """(type, metadata) of a field, from the class that declared it with `flag`: subclasses may override the default."""
     for cls in config_class.__mro__:
         field = getattr(cls, "__dataclass_fields__", {}).get(name)
         if field is not None and field.metadata:

@@ -1,7 +1,7 @@
-"""What the launcher and its config file say, in environment variables, and the hardware and packages of this machine.
+"""Settings of the launcher and its config file, from environment variables, and this machine's hardware and packages.
 
-What other libraries read is set where it is needed: in launch/start.py (DeepSpeed's and cuBLAS's variables, a part of
-Accelerate's), launch/machines.py (gloo's), parallel/strategy.py and deepspeed.py (Accelerate's, of a rehearsal),
+Variables for other libraries are set where they are needed: in launch/start.py (DeepSpeed's, cuBLAS's and some of
+Accelerate's), launch/machines.py (gloo's), parallel/strategy.py and deepspeed.py (Accelerate's, in a rehearsal),
 parallel/extensions.py (torch's folder of extensions). accidents.py reads where libraries have their caches.
 """
 
@@ -28,22 +28,22 @@ SETTINGS = re.compile("(ACCELERATE|FSDP|PARALLELISM_CONFIG)_")  # of the config 
 RANKS = re.compile("(LOCAL_|GROUP_|ROLE_|)(RANK|WORLD_SIZE)")
 NUMBERS = re.compile(f"{RANKS.pattern}|MASTER_PORT|TORCHELASTIC_RESTART_COUNT")
 OF_LAUNCHERS = re.compile(f"({NUMBERS.pattern}|MASTER_ADDR)$|{SETTINGS.pattern}")
-INHERITED = re.compile(f"{OF_LAUNCHERS.pattern}|TORCHELASTIC_")  # what a process that is no part of the run must not
+INHERITED = re.compile(f"{OF_LAUNCHERS.pattern}|TORCHELASTIC_")  # not for a process outside the run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """What the launcher and its config file say to this process. The layout has it."""
+    """The settings of the launcher and its config file for this process. The layout holds them."""
 
-    rank: int = 0  # of this process, which need not have joined the others
+    rank: int = 0  # of this process, even before it has joined the others
     world_size: int = 1  # processes on all machines
     local_rank: int | None = None  # None without a launcher of several processes
     local_world_size: int = 1  # processes on this machine
     machine_rank: int = 0  # of this launcher, if a host has several
     num_machines: int = 1  # torchrun counts one launcher as one machine
     num_restarts: int = 0  # of the processes of this machine, by their launcher
-    # Of this start, for its entries in the launchers' own store, which keeps old data: the number of restarts. Without
-    # that store (elastic runs, docs/multi-node.md: `TORCH_DISABLE_SHARE_RDZV_TCP_STORE`) each start has a new one: 0,
+    # Marks this start's entries in the launchers' own store, which keeps old data: the number of restarts. Without that
+    # store (elastic runs, docs/multi-node.md: `TORCH_DISABLE_SHARE_RDZV_TCP_STORE`) each start has a new store: 0,
     # because a launcher that joined late has counted fewer restarts than the others.
     store_number: int = 0
     main_address: str | None = None  # where the processes meet
@@ -52,13 +52,13 @@ class Environment:
     code_file: Path | None = None  # for the recipe's exit code
     mixed_precision: str = "no"  # or "bf16", "fp16", "fp8"
     dynamo_backend: str = "no"
-    torch_device: str | None = None  # as the launcher of a user's own may ask
+    torch_device: str | None = None  # set by a user's own launcher
     gradient_accumulation: str = "auto"
     settings: Mapping[str, str] = field(default_factory=dict, repr=False, hash=False)  # all, {variable: value}
 
     @classmethod
     def read(cls) -> "Environment":
-        """What the variables of this process say now."""
+        """The settings in this process's variables now."""
         get, num_restarts = os.environ.get, _number("TORCHELASTIC_RESTART_COUNT", 0)
         return cls(
             rank=_number("RANK", 0),
@@ -110,23 +110,23 @@ def _number(name: str, default: Any) -> Any:
 
 
 def drop_leftovers() -> None:
-    """Removes empty variables of launchers. Raises UsageError for one that should be a number and is none."""
+    """Removes empty variables of launchers. Raises UsageError for one that should be a number and is not."""
     for name in [*filter(OF_LAUNCHERS.match, os.environ)]:
         if not (value := os.environ[name].strip()):
             del os.environ[name]
         elif NUMBERS.fullmatch(name) and not value.isdecimal():
             raise UsageError(
-                f"{name} is {value}, which is no number", f"unset {name}", beside="or use accelerate launch"
+                f"{name} is {value}, which is not a number", f"unset {name}", beside="or use accelerate launch"
             )
 
 
 def rank() -> int:
-    """The number of this process among all, which need not have joined."""
+    """This process's rank, even before the processes have joined."""
     return Environment.read().rank
 
 
 def print_once(line: str) -> None:
-    """Prints a line in the first of the processes, which need not have joined."""
+    """Prints a line in the first process, even before the processes have joined."""
     if rank() == 0:
         print(line, flush=True)
 
@@ -146,7 +146,7 @@ def without_ranks() -> Iterator[None]:
 
 
 def variables_of_one_process() -> dict[str, str]:
-    """The environment of a process of its own on the CPU: in the precision of this run, without its launcher."""
+    """The environment for a separate process on the CPU, in the precision of this run, without its launcher."""
     kept = {name: value for name, value in os.environ.items() if not INHERITED.match(name)}
     precision = {"ACCELERATE_MIXED_PRECISION": Environment.read().mixed_precision}
     return kept | {"CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"} | precision
@@ -203,7 +203,7 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def check_compiler(who: str, variable: str, default: str) -> None:
-    """Raises UsageError if there is no such compiler, or no header of Python for it. The variable names another."""
+    """Raises UsageError without this compiler, or without Python's headers. The variable may name another compiler."""
     compiler = os.environ.get(variable, default)
     if shutil.which(compiler) is None:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""The errors that end a run, each with its exit code, and how to say them in a line."""
+"""The errors that end a run, each with its exit code, and how to put them in one line."""
 
 import re
 import traceback
@@ -34,12 +34,12 @@ class Edit:
 
 @dataclass(eq=False, repr=False)
 class UsageError(RunError):
-    """A mistake of the user. Its message is `what: instead`, plus `beside`; or `what` alone."""
+    """A mistake by the user. Its message is `what: instead`, plus `beside`; or `what` alone."""
 
-    what: str  # is wrong: what was given and what was expected
+    what: str  # what is wrong: what was given, and what was expected
     instead: str = ""  # what to type or to do instead
     edits: Sequence[Edit] = ()  # of the config file, where the user need not decide: `doctor --fix` makes them
-    beside: str = ""  # what else to do, or in place of it: "or ...", "and ...", "as in ..." or another sentence
+    beside: str = ""  # what else to do, or an alternative: "or ...", "and ...", "as in ..." or another sentence
 
     exit_code = 2
     label = "error"
@@ -49,7 +49,7 @@ class UsageError(RunError):
 
 
 def join_advice(advice: str, beside: str) -> str:
-    """Joins an advice and what comes with it."""
+    """Joins a piece of advice and its addition."""
     separator = ", " if beside.startswith(("or ", "and ", "then ", "as in ")) else "; "
     return separator.join(filter(None, (advice, beside)))
 
@@ -78,7 +78,7 @@ class HangError(RunError):
 
 @dataclass(eq=False, repr=False)
 class WorkerError(Exception):
-    """An error of the recipe's own code in a worker of a loader. The message is its line, without "error: "."""
+    """An error of the recipe's own code in a DataLoader worker. The message is its line, without "error: "."""
 
     line: str
     trace: str  # the traceback, as text
@@ -88,7 +88,7 @@ class WorkerError(Exception):
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and those that it came from, also where `from None` hides them."""
+    """The error and those that caused it, also where `from None` hides them."""
     seen: list[BaseException] = []
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -104,14 +104,14 @@ def first_line(error: BaseException) -> str:
 
 
 def place_of(error: BaseException) -> str | None:
-    """The file and line of the recipe's own code that raised the error, or called what did; None if there is none."""
+    """The file and line of the recipe's own code that raised the error, or called the code that did; or None."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if is_own(frame.filename)]
     return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else None
 
 
 def trace_of(error: BaseException) -> str:
-    """The traceback from the recipe's code on, with the last frame of packages. Whole, if the loop raised the error."""
+    """The traceback from the recipe's code on, with the last frame of packages. All of it if the loop raised it."""
     if isinstance(error, WorkerError):
         return error.trace
     whole = traceback.TracebackException.from_exception(error)
@@ -146,7 +146,7 @@ LOST_PEER = re.compile("Connection (reset|closed) by peer|Broken pipe|remote pro
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device has too little memory: for an allocator of torch, or for a library beside it."""
+    """Whether a device has too little memory, for one of torch's allocators or for another library."""
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and bool(OUT_OF_MEMORY.search(str(error)))
     )

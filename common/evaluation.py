@@ -33,11 +33,11 @@ from .weights.on_disk import materialize
 
 
 class Evaluation:
-    """The evaluations of a run. Raises UsageError if one of a sample lacks the metric `--metric_for_best_model`.
+    """The evaluations of a run. Raises UsageError if evaluating a sample gives no `--metric_for_best_model`.
 
     Args:
         engine: holds the model to evaluate, and the setup of the run. Each sample of an evaluation set counts once. The
-            name of a set, other than "", stands before its metrics.
+            name of a set, unless it is "", is put before its metrics.
         state: the run's state.
         watch: the run's watch; a stop request ends an evaluation early.
 
@@ -129,7 +129,7 @@ def evaluate_exported(setup: Setup, group: CpuGroup) -> Metrics:
     Prints the metrics and writes them to `<output_dir>/evaluation.json`. The other files of the run stay as they are.
 
     Raises:
-        UsageError: no exported model in `<output_dir>/model/`, or one of another model.
+        UsageError: no exported model in `<output_dir>/model/`, or one that does not fit the recipe's model.
         StoppedError: a signal ended the evaluation.
     """
     accelerator, model, plan, config = setup.accelerator, setup.model, setup.plan, setup.plan.config
@@ -145,7 +145,7 @@ def evaluate_exported(setup: Setup, group: CpuGroup) -> Metrics:
         metrics = evaluation.measure(evaluation.eval_sets, watch.poll)
         watch.settle()
     if metrics is None:
-        raise StoppedError("during the evaluation: the same command starts again")
+        raise StoppedError("during the evaluation: the same command will start again")
     if accelerator.is_main_process:
         print("  ".join(f"eval/{name} {value:.6g}" for name, value in metrics.items()), flush=True)
         text = json.dumps({"metrics": for_json(metrics), "config": asdict(config)}, indent=2, default=str)
@@ -177,7 +177,7 @@ def evaluate_set(
                 return None
             seed_forward(plan.config.seed, EVALUATION, plan.row(index), device)
             values = engine.evaluate(batch, number)
-            if not keeps and batch_loss is None:  # predictions of many dimensions would fill the memory for nothing
+            if not keeps and batch_loss is None:  # predictions of many dimensions would fill the memory needlessly
                 values = {name: value for name, value in values.items() if value.ndim == 1}
             weight = batch.get("weight", torch.ones(size, device=device))
             put(rows, index, num_passes, values | {SAMPLE_WEIGHT: weight})
@@ -188,7 +188,7 @@ def evaluate_set(
     examples = {name: gather(engine.accelerator, plan.layout, each)[:num_samples] for name, each in rows.items()}
     weight = examples.pop(SAMPLE_WEIGHT).double()
     metrics = examples if batch_loss is None else _in_batches(batch_loss, examples, plan.config.batch_size)
-    ids_count = not keeps and batch_loss is None  # integers have no mean if something else makes use of them
+    ids_count = not keeps and batch_loss is None  # integers have no mean if something else uses them
     averaged = {name: value for name, value in metrics.items() if is_metric(value) or (ids_count and value.ndim == 1)}
     sums = [(value.double() * weight).sum() for value in averaged.values()]
     *totals, total = torch.stack([*sums, weight.sum()]).tolist()
@@ -201,7 +201,7 @@ def evaluate_set(
 
 
 def _in_batches(batch_loss: BatchLoss, values: Examples, size: int) -> Examples:
-    """The metrics of so many samples in a row, and of the rest: real samples only, for each layout the same."""
+    """The metrics of each `size` samples in a row, and of the rest: only of real samples, the same for each layout."""
     starts = range(0, len(next(iter(values.values()))), size)
     parts = [
         batch_loss({name: whole[start : start + size] for name, whole in values.items()}, EVALUATION)

@@ -1,5 +1,5 @@
-"""The process of a machine that failed first: it mostly causes the failures of the others, and it alone prints. How a
-process ends: with its exit code, that line, and torchrun's report."""
+"""Finds which process of a machine failed first: it usually causes the other failures, and only it prints. Ends each
+process with that exit code and line, and with torchrun's report."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def line_of(error: BaseException) -> str:
 
 @cache
 def first_failure(error: BaseException) -> Failure:
-    """Records this failure if it is the first on this machine. The first mostly causes the later ones.
+    """Records this failure if it is the first on this machine. The first usually causes the later ones.
 
     Returns:
         The first failure, of this process or of another.
@@ -98,7 +98,7 @@ def end(error: BaseException) -> NoReturn:
         sys.stderr.write(f"{failure.line}\n{trace}")
         sys.stderr.flush()
     else:
-        # When one process ends, torchrun ends the others: the first failure must be printed before.
+        # When one process ends, torchrun ends the others: the first failure must be printed before that.
         with suppress(psutil.Error):
             psutil.Process(failure.pid).wait(timeout=10)
     code_file = Environment.read().code_file

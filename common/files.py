@@ -50,10 +50,10 @@ def flush(path: Path) -> None:
 
 
 def check_is_pulled(path: Path) -> None:
-    """Raises UsageError for a pointer of Git LFS in the place of a file."""
+    """Raises UsageError for a Git LFS pointer in place of a file."""
     with suppress(OSError), path.open("rb") as file:
         if file.read(23) == b"version https://git-lfs":
-            raise UsageError(f"{path} is a pointer of Git LFS, not the file itself: run git lfs pull in its folder")
+            raise UsageError(f"{path} is a Git LFS pointer, not the file itself: run git lfs pull in its folder")
 
 
 def read_file(path: Path) -> str:

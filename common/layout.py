@@ -12,7 +12,7 @@ class Layout:
     `layout_of` in parallel/strategies.py makes it, once a run.
     """
 
-    environment: Environment = field(default_factory=Environment)  # what the launcher and the config file say
+    environment: Environment = field(default_factory=Environment)  # settings of launcher and config file
     strategies: tuple[str, ...] = ("DDP",)  # names of the strategies that it combines, such as ("TP", "FSDP2")
     title: str = "no parallelism"  # for the terminal, such as "HSDP 2 × 2"
     num_processes: int = 1  # on all machines
@@ -24,7 +24,7 @@ class Layout:
     tp: int = 1  # processes that share each layer
     sp: int = 1  # processes that share the tokens of each sample
     pp: int = 1  # stages of a pipeline
-    ep: int = 1  # processes that share the experts of each layer; each has samples of its own
+    ep: int = 1  # processes that share the experts of each layer; each has its own samples
     takes_means: bool = False  # whether what wraps the model takes the mean of gradients, where others take the sum
 
     def __str__(self) -> str:
@@ -42,7 +42,7 @@ class Layout:
 
     @property
     def num_averaged(self) -> int:
-        """The number of processes of whose gradients a mean is taken: the loss is multiplied by it. 1: it is a sum."""
+        """The number of processes over which gradients are averaged: the loss is multiplied by it. 1: a sum."""
         return self.num_processes if self.takes_means else 1
 
     @property

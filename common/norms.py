@@ -15,8 +15,8 @@ def norm_of(tensors: list[Tensor]) -> Tensor:
 
     On the CPU, torch adds up the squares of a float32 tensor in a few sums, and loses squares beside a large sum: the
     norm is off by 1e-5 at a million elements and by 1e-3 at 30 million (docs/speed.md). Here float64 adds up small
-    tensors, and the norms of rows of 256 elements of large ones. On a GPU torch adds by trees: each block of threads
-    65,536 elements, another kernel the results (aten/src/ATen/native/cuda/ForeachReduceOp.cu).
+    tensors, and the norms of rows of 256 elements of large ones. On a GPU torch adds in trees: each thread block adds
+    65,536 elements, and another kernel their results (aten/src/ATen/native/cuda/ForeachReduceOp.cu).
     """
     if not tensors:
         return torch.zeros(())

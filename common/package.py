@@ -29,8 +29,8 @@ def is_own(file: str) -> bool:
 
 @cache
 def version() -> str:
-    """The version of this package; with "+local" after it unless it names the code: in a checkout, in a vendored
-    folder, installed from a folder or a commit, or with files that are not those of the wheel."""
+    """The version of this package; with "+local" after it unless it identifies the code: in a checkout, in a vendored
+    folder, installed from a folder or a commit, or with files that differ from the wheel's."""
     try:
         installed = distribution("accelerate-recipes")
     except PackageNotFoundError:
@@ -59,7 +59,7 @@ def digest_in_record(content: bytes) -> str:
 
 
 def installed_versions(*packages: str) -> dict[str, str]:
-    """{name: version} of those of these packages that are installed."""
+    """{name: version} of these packages, if they are installed."""
     found: dict[str, str] = {}
     for package in packages:
         with suppress(PackageNotFoundError):

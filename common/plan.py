@@ -65,7 +65,7 @@ def next_smaller_divisor(number: int, than: int) -> int | None:
 
 
 def _divisors(number: int) -> list[int]:
-    """All divisors of a number, in the time of its root: a number may be mistyped, with too many zeros."""
+    """All divisors of a number, in time proportional to its square root: it may be mistyped, with too many zeros."""
     small = [value for value in range(1, math.isqrt(number) + 1) if number % value == 0]
     return [*small, *(number // value for value in small)]
 
@@ -82,7 +82,7 @@ class Plan:
     num_samples: int  # size of the training set
     micro_batch_size: int  # samples per forward pass per process
     accumulation: int  # forward passes per optimizer step
-    steps_per_epoch: int  # the samples that remain are dropped: others each epoch, because the order changes
+    steps_per_epoch: int  # the remaining samples are dropped: different ones each epoch, because the order changes
     num_steps: int  # optimizer steps of the whole run
     schedule: ScheduleFn | None = None  # the recipe's own schedule; None for `--lr_schedule`
     sampler: Sampler | None = None  # the recipe's own order of samples; None for a random permutation in each epoch
@@ -109,7 +109,7 @@ class Plan:
         return cls(config, layout, *sizes, schedule, sampler)
 
     def under(self, config: RunConfig, layout: Layout) -> "Plan":
-        """The plan of the same data with other flags and in another layout. Raises UsageError as `of`."""
+        """The plan of the same data with other flags and in another layout. Raises UsageError like `of`."""
         return Plan.of(config, layout, self.num_samples, self.schedule, self.sampler)
 
     def epoch_order(self, epoch: int) -> torch.Tensor:
@@ -156,7 +156,7 @@ class Plan:
         return ((epoch, row) for row in ids.view(-1, self.micro_batch_size))
 
     def of_one_process(self) -> "Plan":
-        """The plan of one process that takes the micro-batches of all, in the order of their rows."""
+        """The plan of one process that takes all processes' micro-batches, in the order of their rows."""
         layout = Layout(precision=self.layout.precision, device=self.layout.device)
         return replace(self, layout=layout, accumulation=self.accumulation * self.layout.data_parallel_size)
 
@@ -165,7 +165,7 @@ class Plan:
         return index * self.layout.data_parallel_size + self.layout.data_parallel_rank
 
     def factor_at(self, position: int) -> float:
-        """The share of the peak learning rate after so many steps that were not skipped."""
+        """The share of the peak learning rate after `position` steps that were not skipped."""
         if self.schedule is not None:
             seed_forward(self.config.seed, position, SCHEDULE, CPU)
             return float(self.schedule(position, self.num_steps, self.config.warmup_steps))
@@ -180,7 +180,7 @@ class Plan:
         return step % (self.config.eval_every or self.steps_per_epoch) == 0 or step == self.num_steps
 
     def saves(self, state: TrainState) -> bool:
-        """Whether to save a checkpoint now. With `--save_every`, the end of a run saves too, also an early stop."""
+        """Whether to save a checkpoint now. With `--save_every`, the end of a run saves too, even an early stop."""
         every = self.config.save_every
         return every > 0 and (state.step % every == 0 or self.is_over(state))
 
@@ -205,15 +205,15 @@ def _length(sampler: Sampler, seed: int, num_samples: int) -> int:
     order, again = (_order(sampler, seed, 0, num_samples) for _ in range(2))
     if not torch.equal(order, again):
         raise UsageError(
-            "the sampler returns another order when it is called again for the same epoch",
+            "the sampler returns a different order when it is called again for the same epoch",
             "draw from the generator that it is given, so that all processes and a resumed run take the same samples",
         )
     return len(order)
 
 
 def _order(sampler: Sampler, seed: int, epoch: int, num_samples: int) -> torch.Tensor:
-    """The ids from a sampler, which may also draw from the global generators. Raises UsageError if they are none."""
-    seed_forward(seed, ~epoch, 0, CPU)  # ~: other numbers than those of a step
+    """The ids from a sampler, which may also draw from the global generators. Raises UsageError if they are not ids."""
+    seed_forward(seed, ~epoch, 0, CPU)  # ~: different numbers from those of a step
     order = torch.as_tensor(sampler(epoch, _generator(seed, epoch)))
     if order.ndim != 1 or order.is_floating_point() or order.dtype == torch.bool:
         kind = f"shape {tuple(order.shape)} of {order.dtype}"

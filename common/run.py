@@ -27,18 +27,18 @@ PACKAGES = {name: name for name in ("datasets", "pandas")} | {"pycocotools": "'a
 def run(main: Callable[[ConfigT], Any], config_class: type[ConfigT]) -> NoReturn:
     """Parses the command line, calls `main(config)` and ends the process.
 
-    If `main` returns a function, the main process calls it when all processes have left the run, so that none waits for
-    it. The memory of training is free then.
+    If `main` returns a function, the main process calls it after all processes have left the run, so that none waits
+    for it. By then the memory of training is free.
 
     Exit codes: 0 done, 2 the user's mistake, 3 a loss or gradient that is not finite, 75 stopped by a
     signal, 130 interrupted, 1 anything else. If several processes of a machine fail, only the first
-    prints: it mostly causes the other failures.
+    prints: it usually causes the other failures.
     """
     sys.stdout, sys.stderr = Output(sys.stdout), Output(sys.stderr)
     if (code_file := Environment.read().code_file) and code_file.parent.is_dir():  # else its launcher is gone
         code_file.touch()  # the file exists: the recipe has started
     # Before the first step there is nothing to save.
-    signals.catch(lambda name: end(StoppedError(f"by {name} before the first step: the same command starts again")))
+    signals.catch(lambda name: end(StoppedError(f"by {name} before the first step: the same command will start again")))
     try:
         record(lambda: _train(main, config_class), error_handler=ReportedErrors())()
     except (Exception, KeyboardInterrupt) as error:
@@ -70,11 +70,11 @@ def _train(main: Callable[[ConfigT], Any], config_class: type[ConfigT]) -> None:
 
 
 def _call(afterwards: Callable[[], Any]) -> None:
-    """Calls what a recipe does after a run. The run is done, whatever happens here: the exit code stays 0."""
+    """Calls a recipe's function after the run. The run is done, whatever happens here: the exit code stays 0."""
     try:
         afterwards()
     except torch.OutOfMemoryError:
-        print("the exported model does not fit into the memory of one GPU: it generates nothing", flush=True)
+        print("the exported model does not fit into the memory of one GPU: no samples are generated", flush=True)
     except (Exception, KeyboardInterrupt) as error:
         trace = "" if needs_no_traceback(error) else trace_of(error)
         reason = advice(error) or ("interrupted" if isinstance(error, KeyboardInterrupt) else line_of(error))

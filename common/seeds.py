@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 EVALUATION = -1  # stands for the epoch of an evaluation, which draws the same numbers each time
 UPDATE = -1  # stands for the micro-batch when the optimizer changes the weights
 COMPARISON = -2  # stands for the micro-batch when `batch_loss` compares the samples of all
-SCHEDULE = -3  # stands for the micro-batch when the recipe's own schedule is asked
+SCHEDULE = -3  # stands for the micro-batch when the recipe's own schedule is called
 SUMMARY = -4  # stands for the micro-batch when the metrics of an evaluation are summarized
 CPU = torch.device("cpu")
 
@@ -36,15 +36,15 @@ def seed_batch(seed: int, epoch: int, samples: Sequence[int]) -> None:
 
 def seed_forward(seed: int, step: int, row: int, device: torch.device) -> None:
     """Seeds the generators of Python, NumPy and torch, on the CPU and on the device, before a forward pass: for dropout
-    and noise. Also before an update of the weights, and before the recipe's own schedule or order of samples is asked.
+    and noise. Also before an update of the weights, and before a call of the recipe's own schedule or sampler.
 
     Args:
         seed: `--seed`.
         step: optimizer steps taken; or EVALUATION.
-        row: the number of the micro-batch among those of all processes in this step; or what stands for it.
+        row: the number of the micro-batch among those of all processes in this step; or a constant in its place.
         device: of the model.
     """
-    _seed(~seed, step, row, device)  # other numbers than those of the samples
+    _seed(~seed, step, row, device)  # different numbers from those of the samples
 
 
 def generator_states(device: torch.device) -> list[Any]:
@@ -60,7 +60,7 @@ def generator_states(device: torch.device) -> list[Any]:
 
 @contextmanager
 def restore_generators(device: torch.device) -> Iterator[None]:
-    """Gives the generators the states from before the `with` block after it."""
+    """After the `with` block, restores the states that the generators had before it."""
     python, arrays, devices = random.getstate(), numpy.random.get_state(), [device] if device.type != "cpu" else []
     try:
         with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
@@ -71,8 +71,8 @@ def restore_generators(device: torch.device) -> Iterator[None]:
 
 
 def _seed(seed: int, position: int, index: int, device: torch.device) -> None:
-    """Seeds by a 63-bit hash: SplitMix64 (Steele et al. 2014) of a sum with odd factors. torch's generator of the CPU
-    uses the lower half of a seed only, so that nearby positions must differ there."""
+    """Seeds by a 63-bit hash: SplitMix64 (Steele et al. 2014) of a sum with odd factors. torch's CPU generator
+    uses only the lower half of a seed, so nearby positions must differ there."""
     number = (seed * 0xD1342543DE82EF95 + position * 0x9E3779B97F4A7C15 + index * 0xDA942042E4DD58B5) % 2**64
     number = (number ^ (number >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     number = (number ^ (number >> 27)) * 0x94D049BB133111EB % 2**64

@@ -7,7 +7,7 @@ LOWER_IS_BETTER = ("loss", "perplexity", "error")  # in a metric's name
 
 
 def lower_is_better(metric: str) -> bool:
-    """Whether lower values of a metric are better, by its name. What follows an @ is no part of it."""
+    """Whether lower values of a metric are better, by its name. The part from an @ on does not count."""
     return any(word in metric.partition("@")[0] for word in LOWER_IS_BETTER)
 
 

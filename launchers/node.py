@@ -66,7 +66,8 @@ def stop_at_once(number: int, _: object) -> None:
     """Ends this script before the recipe starts. The first process of a container ignores signals without a handler."""
     name = signal.Signals(number).name
     with suppress(OSError):
-        print(f"stopped: by {name} before the first step: the same command starts again", file=sys.stderr, flush=True)
+        line = f"stopped: by {name} before the first step: the same command will start again"
+        print(line, file=sys.stderr, flush=True)
     sys.exit(STOPPED)
 
 

@@ -7,7 +7,7 @@ metadata.jsonl, parquet files, or a Hub id.
 Expect: a mAP of 0.60 and a mAP@50 of 0.81 on canvases with held-out digits.
 Time: two minutes on two CPU cores.
 
-To train on your own boxes, or to continue from a pretrained model; and to try the exported model:
+To train on your own boxes from a pretrained model, and then to try the exported model:
 
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/detection.py --data path/to/folder \\
         --model_name_or_path path/or/hub-id --learning_rate 1e-5 --mirror --num_workers 2
@@ -54,16 +54,16 @@ class Config(VaryingFlags):
     mirror: bool = False
     image_column: str = flag("image", "name of the column with the images")
     objects_column: str = flag("objects", "name of the column with the boxes and the classes of each image")
-    image_size: int = flag(48, "pixels a side; a pretrained model has its own", minimum=8)
-    num_queries: int = flag(10, "boxes that the model from scratch predicts for an image", minimum=1)
+    image_size: int = flag(48, "height and width in pixels; a pretrained model has its own", minimum=8)
+    num_queries: int = flag(10, "boxes per image that a model from scratch predicts", minimum=1)
     hidden_size: int = flag(64, "width of the model", minimum=4)
     num_layers: int = flag(4, "layers of the model", minimum=1)
     model_name_or_path: str | None = flag(None, "continue from this DETR or YOLOS (folder or Hub id)")
-    predict: str | None = flag(None, "path of an image for the model in --output_dir, instead of training")
+    predict: str | None = flag(None, "instead of training, try the model in --output_dir on the image at this path")
 
 
 def canvases(number: int, digits: ImageDataset) -> Boxed:
-    """One to four digits on a canvas, each in its quarter; the box is around its ink with 100 of 255 or more."""
+    """Canvases with one to four digits, each in its own quarter. A box encloses the pixels brighter than 100 of 255."""
     generator, images, objects = random.Random(number), list[Image.Image](), list[list[Object]]()
     for _ in range(number):
         canvas, found = Image.new("L", (48, 48), generator.randint(0, 60)), list[Object]()
@@ -81,21 +81,21 @@ def canvases(number: int, digits: ImageDataset) -> Boxed:
 
 
 def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """What `batch_loss` and the measures need of each image."""
+    """The values of each image that `batch_loss` and the metrics need."""
     found = model(pixel_values=batch["image"])
     values = {"logits": found.logits.float(), "found": found.pred_boxes.float()}
     return values | {name: batch[name] for name in ("boxes", "label", "is_crowd", "size")}
 
 
 def make_batch_loss(config: Any) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
-    """DETR's loss, for the config of a model: means over the boxes, or the predictions, of the global batch."""
+    """DETR's loss for a model's config, averaged over the boxes, or the predictions, of the global batch."""
     matcher = HungarianMatcher(config.class_cost, config.bbox_cost, config.giou_cost)
     criterion = ImageLoss(matcher, config.num_labels, config.eos_coefficient, [])
     weights = {"loss_ce": 1, "loss_bbox": config.bbox_loss_coefficient, "loss_giou": config.giou_loss_coefficient}
 
     def batch_loss(values: dict[str, Tensor]) -> dict[str, Tensor]:
         found, counts = values["found"], (values["label"] >= 0) & ~values["is_crowd"]
-        if not found.isfinite().all():  # the run ends with this loss; no boxes match
+        if not found.isfinite().all():  # boxes cannot be matched, and this loss ends the run
             return {"loss": found.flatten(1).sum(1)}
         each = zip(values["label"], values["boxes"].detach(), counts)
         right = [{"class_labels": label[own], "boxes": boxes[own]} for label, boxes, own in each]
@@ -108,7 +108,7 @@ def make_batch_loss(config: Any) -> Callable[[dict[str, Tensor]], dict[str, Tens
 
 
 def measures(measure: Callable[..., Metrics], examples: Examples) -> Metrics:
-    """Of the whole evaluation set what pycocotools says of all boxes, each with its most probable class."""
+    """pycocotools' metrics for all boxes of the whole evaluation set, each with its most probable class."""
     halves = (examples[name].double().chunk(2, -1) for name in ("found", "boxes"))
     corners = [torch.cat([centres - sizes / 2, sizes], -1) for centres, sizes in halves]
     found, right = (each * examples["size"].repeat(1, 2)[:, None] for each in corners)  # in pixels
@@ -117,16 +117,16 @@ def measures(measure: Callable[..., Metrics], examples: Examples) -> Metrics:
 
 
 def build(config: Config, classes: list[str]) -> tuple[Any, Preprocessing]:
-    """Returns (model, what it expects of an image). Raises UsageError for wrong sizes or a wrong path."""
+    """Returns (model, preprocessing of its images). Raises UsageError for wrong sizes or a wrong path."""
     if path := config.model_name_or_path:
         read = partial(load, AutoModelForObjectDetection, path, "model for object detection", reads=None)
         model = with_classes(read, path, classes)[0]
         if model.loss_type != "ForObjectDetection":
-            raise UsageError(f"--model_name_or_path {path} is a {type(model).__name__}: use that of a DETR or YOLOS")
+            raise UsageError(f"--model_name_or_path {path} is a {type(model).__name__}: use a DETR or YOLOS")
         freeze_key_biases(model)
         for name, weight in model.named_parameters():
             if any(f"decoder.layers.0.self_attn.{part}_proj" in name for part in "qk"):
-                weight.requires_grad_(False)  # DETR's first values are all the same: the gradient is rounding
+                weight.requires_grad_(False)  # DETR's first values are all equal: the gradient is rounding error
         return model, Preprocessing.of(path)
     side, width = config.image_size, config.hidden_size
     if side % 8 or width % 4:
@@ -150,7 +150,7 @@ def predict(config: Config, path: str) -> None:
 
 
 def main(config: Config) -> None:
-    """Trains the model; or finds the objects in an image."""
+    """Trains the model, or finds the objects in an image."""
     if config.predict is not None:
         return predict(config, config.predict)
     accelerator, measure = start(config), make_box_measure()
@@ -166,7 +166,7 @@ def main(config: Config) -> None:
     model, form = build(config, sources.train.classes)
     if most > (room := getattr(model.config, "num_queries", 0) or model.config.num_detection_tokens):
         advice = "" if config.model_name_or_path else f": use --num_queries {most}"
-        print_once(f"an image has {most} objects, and the model finds {room} at most{advice}")
+        print_once(f"an image has {most} objects, but the model finds at most {room}{advice}")
     make = partial(BoxedImages, names=names_of(model.config), form=form, most=most)
     optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)
     sets = sources.sets(partial(make, flags=config), make)

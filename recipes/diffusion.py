@@ -7,7 +7,7 @@ each class, or with parquet files; or the Hub id of an image-classification data
 Expect: 99 % of 200 images show the requested digit, judged by the nearest training image.
 Time: a minute and a half on two CPU cores.
 
-For MNIST, and for other images by the model of an earlier run:
+To train on MNIST, and to generate more images with the model of an earlier run:
 
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/diffusion.py --data path/to/mnist \\
         --patch_size 4 --epochs 3 --eval_every 5000
@@ -31,8 +31,8 @@ from accelerate_recipes.common.tasks.models.diffusion import DiT
 from accelerate_recipes.common.tasks.reading.mixture import Sources
 from accelerate_recipes.common.tasks.vision.images import ImageDataset, load_images
 
-NUM_COMPARED = 10_000  # training images, about
-LEAST_PIXELS = 32  # a side of an image in a grid
+NUM_COMPARED = 10_000  # training images, roughly
+LEAST_PIXELS = 32  # minimum height of an image in the grid
 
 
 @dataclass(kw_only=True)
@@ -54,16 +54,16 @@ class Config(RunConfig):
     num_layers: int = flag(4, "layers of the model", minimum=1)
     num_heads: int = flag(4, "attention heads", minimum=1)
     class_dropout: float = flag(0.1, "probability of dropping the class of a sample", minimum=0, below=1)
-    guidance: float = flag(1.5, "guidance scale; 1: as in the data, more: clearer classes", minimum=0)
+    guidance: float = flag(1.5, "guidance scale; 1: as in the data; above 1: clearer classes", minimum=0)
     num_steps: int = flag(50, "sampling steps from noise to an image", minimum=1)
     num_pictures: int = flag(20, "images of each class that the exported model generates after training", minimum=0)
 
 
 class NoisyImages(Dataset):
-    """Images with the random numbers of each: its noise, its time, and whether its class is left out.
+    """Images, each with its random numbers: the noise, the time, and whether the class is dropped.
 
-    They are drawn in `__getitem__`, where they belong to the seed, the epoch and the sample: no config changes them,
-    and each evaluation draws the same. Drawn in `forward_step`, they would belong to the micro-batch.
+    They are drawn in `__getitem__`, where they depend only on the seed, the epoch and the sample: they are the same
+    under each config and in each evaluation. Drawn in `forward_step`, they would depend on the micro-batch.
     """
 
     def __init__(self, images: ImageDataset, class_dropout: float):
@@ -79,7 +79,7 @@ class NoisyImages(Dataset):
 
 
 def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """The mean squared error of the velocity of each image on its straight way from noise (time 0) to data (time 1)."""
+    """The mean squared error of each image's velocity on its straight path from noise (time 0) to data (time 1)."""
     image, noise = 2 * (batch["image"] / 255) - 1, batch["noise"]
     time = batch["time"].sigmoid()  # more times in the middle (Esser et al. 2024)
     velocity = model(noise.lerp(image, time.view(-1, 1, 1, 1)), time, batch["label"])
@@ -102,7 +102,7 @@ def generate(model: nn.Module, noise: Tensor, labels: Tensor, no_label: int, con
 
 
 def build(config: Config, images: ImageDataset) -> DiT:
-    """The model for these images. Raises UsageError for sizes that do not divide."""
+    """The model for these images. Raises UsageError for sizes that do not divide evenly."""
     sizes = config.patch_size, config.hidden_size, config.num_layers, config.num_heads
     return DiT(images.image_shape, images.num_classes, *sizes)
 
@@ -125,7 +125,7 @@ def write_grid(images: Tensor, num_columns: int, path: Path) -> None:
 
 
 def write_images(config: Config, sources: list[ImageDataset], device: torch.device) -> None:
-    """Writes images by the exported model, a column for each class. Prints how many show their class."""
+    """Writes images that the exported model generates, one column per class. Prints how many show their class."""
     images = sources[0]
     model = build(config, images)
     load_exported(config.output_dir, model)
@@ -136,11 +136,11 @@ def write_images(config: Config, sources: list[ImageDataset], device: torch.devi
     path = config.output_dir / "pictures.png"
     write_grid(generated, images.num_classes, path)
     share = share_recognised(generated, labels, sources)
-    print(f"{path}: by the nearest training image, {share:.0%} of {len(generated)} images show the class asked for")
+    print(f"{path}: {share:.0%} of {len(generated)} images show the requested class, by the nearest training image")
 
 
 def main(config: Config) -> Callable[[], None] | None:
-    """Trains. Returns what the main process does alone afterwards: let the exported model make images."""
+    """Trains. Returns a function that only the main process calls afterwards: it generates images."""
     accelerator = start(config)
     sources = Sources(config, lambda data: load_images(data, config.max_samples), same=("image_shape", "classes"))
     model = build(config, sources.train)

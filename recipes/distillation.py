@@ -36,7 +36,7 @@ from accelerate_recipes.common.tasks.models.lora import with_adapters
 from accelerate_recipes.common.tasks.models.pretrained import export_of, frozen
 from accelerate_recipes.common.tasks.reading.mixture import Sources
 
-Teacher = Callable[[Batch], Tensor]  # the logits at the places of a batch: (batch, places, tokens)
+Teacher = Callable[[Batch], Tensor]  # the logits at the positions of a batch: (batch, positions, vocabulary)
 
 
 @dataclass(kw_only=True)
@@ -52,12 +52,12 @@ class Config(ChatFlags):
     log_every: int = 50
     loss_chunk: int = 0
     messages_column: str = flag("messages", "name of the column with a list of messages")
-    teacher: str | None = flag(None, "chat model with the same tokens (folder or Hub id)")
-    temperature: float = flag(1.0, "of both predictions: above 1 shows more of the teacher's doubts", above=0)
+    teacher: str | None = flag(None, "chat model with the same tokenizer (folder or Hub id)")
+    temperature: float = flag(1.0, "temperature of both softmaxes; above 1 shows more of the teacher's doubts", above=0)
     beta: float = flag(
-        0.0, "0: KL(teacher, student); 1: KL(student, teacher); or a divergence between", minimum=0, maximum=1
+        0.0, "0: KL(teacher, student); 1: KL(student, teacher); between: a mix of both", minimum=0, maximum=1
     )
-    kd_ratio: float = flag(1.0, "weight of the teacher in the loss; the labels have the rest", minimum=0, maximum=1)
+    kd_ratio: float = flag(1.0, "weight of the teacher in the loss; the labels get the rest", minimum=0, maximum=1)
 
 
 def divergence(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
@@ -77,16 +77,16 @@ def make_forward_step(config: Config, teacher: Teacher) -> ForwardStep:
     """`forward_step` for the flags. Each process holds the whole teacher."""
 
     def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Means over the trained tokens of each example, whose number is its "weight"."""
+        """The losses and metrics of each example: means over its trained tokens; its "weight" is their number."""
         logits, wanted, places = model(batch["tokens"], batch["places"]), teacher(batch), batch["places"]
-        size = min(logits.shape[-1], wanted.shape[-1])  # models of a family differ in rows without a token
+        size = min(logits.shape[-1], wanted.shape[-1])  # models of a family may differ in unused rows
         logits, wanted = logits[..., :size].float(), wanted[..., :size].float()
         scaled = [F.log_softmax(each / config.temperature, -1) for each in (logits, wanted)]
         labels, best = batch["labels"].gather(1, places.clamp(min=0)), wanted.argmax(-1, keepdim=True)
-        # Hinton et al. 2015: with the square, gradients have the same size at any temperature.
+        # Hinton et al. 2015: the square keeps the gradients the same size at any temperature.
         kd_loss = config.temperature**2 * divergence(scaled[0], scaled[1], config.beta)
         cross_entropy = F.cross_entropy(logits.mT, labels, reduction="none")
-        # Without a step from 0 to 1, over which rounding errors would carry some tokens under one config only.
+        # A ramp, not a jump from 0 to 1: rounding errors would move some tokens across the jump under one config only.
         gap = logits.amax(-1) - logits.gather(-1, best).squeeze(-1)
         values = {
             "loss": config.kd_ratio * kd_loss + (1 - config.kd_ratio) * cross_entropy,
@@ -107,15 +107,15 @@ def known_answers(batch: Batch) -> Tensor:
 
 
 def load_teacher(path: str, config: Config, tokenizer: Any, accelerator: Accelerator) -> Teacher:
-    """A frozen chat model, without gradients, on the run's device and in its precision. Raises UsageError for none
-    there, or one whose tokens are not those of the student's tokenizer."""
+    """A frozen chat model, without gradients, on the run's device and in its precision. Raises UsageError if there
+    is no such model, or if its tokens differ from those of the student's tokenizer."""
     try:
         given = path, config.max_length, config.attention, "max_length", AutoModelForCausalLM, config.trust_remote_code
         model, own = load_pretrained(*given)
     except UsageError as error:
         raise UsageError(str(error).replace("--model_name_or_path", "--teacher")) from None
     if own.get_vocab() != tokenizer.get_vocab():
-        raise UsageError(f"--teacher {path} has other tokens than the student: use models with the same tokenizer")
+        raise UsageError(f"--teacher {path} and the student differ in their tokens: use models with the same tokenizer")
     teacher = frozen(with_logits(model), accelerator)
     return torch.no_grad()(lambda batch: teacher(batch["tokens"], batch["places"]))
 
@@ -123,15 +123,15 @@ def load_teacher(path: str, config: Config, tokenizer: Any, accelerator: Acceler
 def build(config: Config) -> tuple[nn.Module, Any]:
     """Returns (model that returns logits, tokenizer). Raises UsageError for flags or a path that cannot be used."""
     if config.teacher is None and (config.data != "rules" or config.model_name_or_path):
-        raise UsageError("--teacher is missing: use the path or Hub id of a chat model with the same tokens")
+        raise UsageError("--teacher is missing: use the path or Hub id of a chat model with the same tokenizer")
     if config.loss_chunk:
-        raise UsageError("--loss_chunk: a teacher is compared at all tokens at once: leave it out")
+        raise UsageError("--loss_chunk does not work here: a teacher is compared at all tokens at once: leave it out")
     model, tokenizer = load_chat_model(config, small_chat_model)
     return with_adapters(with_logits(model), config), tokenizer
 
 
 def main(config: Config) -> Any:
-    """Trains. Returns what the main process does alone afterwards: let the exported model answer held-out questions."""
+    """Trains. Returns a function that only the main process calls afterwards: it answers held-out questions."""
     accelerator = start(config)
     model, tokenizer = build(config)
     teacher = load_teacher(config.teacher, config, tokenizer, accelerator) if config.teacher else known_answers

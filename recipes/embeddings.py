@@ -2,9 +2,9 @@
 
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/embeddings.py
 
-Data: functions of Python's standard library; a docstring belongs to the code of its function. Or your own CSV,
+Data: functions of Python's standard library; each docstring is paired with its function's code. Or your own CSV,
 JSON-lines or parquet file, or a Hub id, with two columns of texts, and optionally wrong documents or a score.
-Expect: of 263 held-out docstrings, 43 % have their function as the nearest text, and 71 % among the ten nearest.
+Expect: for 43 % of 263 held-out docstrings, their function is the nearest text, and for 71 % among the ten nearest.
 Time: a minute and a half on two CPU cores.
 
 To train on your own pairs, or to continue from a pretrained encoder with its pooling and prompts:
@@ -36,7 +36,7 @@ from accelerate_recipes.common.tasks.models.pretrained import export_of
 from accelerate_recipes.common.tasks.nlp.pairs import EncodedPairs, Pair, load_pairs, text_names
 from accelerate_recipes.common.tasks.reading.mixture import Sources
 
-PADDING = -1  # in a batch of texts: no id of a token, because a text may have any of those
+PADDING = -1  # in a batch of texts; not the id of a token, because a text may contain any token
 
 
 @dataclass(kw_only=True)
@@ -53,24 +53,24 @@ class Config(EncoderFlags, LoraFlags):
     log_every: int = 20
     query_column: str = flag("query", "name of the column with the first text of each pair")
     document_column: str = flag("document", "name of the column with the second text of each pair")
-    negative_column: str | None = flag(None, "columns of wrong documents, with commas; default: negative, negative_1")
+    negative_column: str | None = flag(None, "columns of wrong documents, with commas (default: negative, negative_1)")
     score_column: str | None = flag(None, "name of the column with the similarity of the two texts")
     query_prompt: str | None = flag(None, "text to put before each query; default: the model's own")
     document_prompt: str | None = flag(None, "text to put before each document; default: the model's own")
     loss: Literal["symmetric", "one_direction", "cosine", "cosent"] = flag(
         "symmetric",
-        "symmetric: find the partner of each text; one_direction: of each query; for scores cosine: squared error, or "
-        "cosent: their order",
+        "symmetric: find the partner of each text; one_direction: only of each query; with scores: cosine, their "
+        "squared error, or cosent, their order",
     )
-    temperature: float = flag(0.05, "divides similarities in the loss; the start value if it is learned", above=0)
+    temperature: float = flag(0.05, "divides similarities in the loss; the initial value if it is learned", above=0)
     learn_temperature: bool = flag(True, "learn the temperature; with --score_column it stays fixed")
-    matryoshka: str = flag("", "also train the first numbers of each vector, such as 64,32,16")
-    pooling: Literal["auto", "mean", "cls", "lasttoken"] = flag("auto", "auto: as the model's modules.json, else mean")
+    matryoshka: str = flag("", "also train on the first elements of each vector, such as 64,32,16")
+    pooling: Literal["auto", "mean", "cls", "lasttoken"] = flag("auto", "auto: as in the model's modules.json, or mean")
 
 
 class Embedder(nn.Module):
-    """Vectors of length 1, which an encoder's last hidden states make. The encoder has the name that it has in models
-    with heads, or with adapters in PEFT, so that `AutoModel` loads the export. `pad`: token in the place of padding."""
+    """Vectors of length 1, pooled from an encoder's last hidden states. The encoder has the same name as in models with
+    a head, or with adapters in PEFT, so that `AutoModel` can load the export. `pad`: the token used as padding."""
 
     def __init__(self, encoder: Any, pad: int, temperature: float, pooling: str = "mean"):
         super().__init__()
@@ -87,7 +87,7 @@ class Embedder(nn.Module):
         return *map(self.vectors, texts), self.log_scale.exp().expand(len(texts[0]))
 
     def vectors(self, tokens: Tensor) -> Tensor:
-        """(batch, length), filled up with `PADDING` -> (batch, hidden)"""
+        """(batch, length), padded with `PADDING` -> (batch, hidden)"""
         mask = (tokens != PADDING).long()
         given = {"input_ids": tokens.masked_fill(tokens == PADDING, self.pad), "attention_mask": mask}
         hidden = self.get_submodule(self.name)(**given).last_hidden_state.float()
@@ -96,16 +96,16 @@ class Embedder(nn.Module):
 
 def make_batch_loss(kind: str, matryoshka: str, width: int, scores: list[float | None]) -> Callable[[Values], Values]:
     """The `batch_loss` of `fit` for vectors of this width; with `matryoshka`, such as "64,32", the sum of the losses of
-    their first elements (Kusupati et al. 2022). Raises UsageError for wrong numbers, or a loss for other pairs."""
+    their first elements (Kusupati et al. 2022). Raises UsageError for wrong numbers, or a loss that does not fit."""
     numbers = [each.strip() for each in (matryoshka or str(width)).split(",")]
     widths = [int(each) if each.isdecimal() else 0 for each in numbers]
     if not all(0 < each <= width for each in widths):
         raise UsageError(f"--matryoshka {matryoshka}: expected numbers from 1 to {width}, such as {width},{width // 2}")
     if (kind in ("cosine", "cosent")) != (scores[0] is not None):
         kinds = "symmetric or one_direction" if scores[0] is None else "cosine or cosent, with --score_column"
-        raise UsageError(f"--loss {kind} is not for such data: use {kinds}")
+        raise UsageError(f"--loss {kind} does not fit this data: use {kinds}")
     if kind == "cosine" and (most := max(abs(score or 0) for score in scores)) > 1:
-        raise UsageError(f"--loss cosine: a score of {most:g} is no cosine: divide the scores, or use --loss cosent")
+        raise UsageError(f"--loss cosine: a score of {most:g} is not a cosine: divide the scores, or use --loss cosent")
 
     def batch_loss(values: Values) -> Values:
         vectors = {name: value for name, value in values.items() if value.ndim > 1 and value.is_floating_point()}
@@ -116,7 +116,7 @@ def make_batch_loss(kind: str, matryoshka: str, width: int, scores: list[float |
 
 
 def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """What `batch_loss` needs of each pair."""
+    """The values of each pair that `batch_loss` needs."""
     texts = [batch[name] for name in batch if name.startswith(("query", "document", "negative"))]
     query, document, *negatives, scale = model(*texts)
     values = {"query": query, "document": document, "scale": scale}
@@ -138,7 +138,7 @@ def build(config: Config, pooling: str, pairs: list[Pair]) -> tuple[Embedder, An
         return Embedder(encoder, tokenizer.pad_token_id, config.temperature, pooling), tokenizer
     texts = (text for pair in pairs for text in pair.texts)
     encoder, tokenizer = small_bert(config, partial(BertModel, add_pooling_layer=False), texts)
-    # It shifts all vectors alike, so its gradient nearly cancels, and Adam would make steps of the rounding.
+    # It shifts all vectors alike, so its gradient nearly cancels out, and Adam would turn rounding errors into steps.
     encoder.encoder.layer[-1].output.LayerNorm.bias.requires_grad_(False)
     return Embedder(encoder, tokenizer.pad_token_id, config.temperature, pooling), tokenizer
 

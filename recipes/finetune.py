@@ -45,7 +45,7 @@ class Config(ChatFlags):
     warmup_steps: int = 50
     lr_schedule: Schedule = "cosine"
     log_every: int = 50
-    optimizer: Literal["adamw", "sgd", "adafactor"] = flag("adamw", "adafactor: not with shards")
+    optimizer: Literal["adamw", "sgd", "adafactor"] = flag("adamw", "adafactor does not work with sharded weights")
     messages_column: str = flag("messages", "name of the column with a list of messages")
     packing: bool = flag(False, "pack conversations into blocks; attention stays inside each conversation")
 
@@ -65,7 +65,7 @@ def build(config: Config) -> tuple[nn.Module, Any]:
 
 
 def main(config: Config) -> Any:
-    """Trains. Returns what the main process does alone afterwards: let the exported model answer held-out questions."""
+    """Trains. Returns a function that only the main process calls afterwards: it answers held-out questions."""
     accelerator = start(config)
     model, tokenizer = build(config)
     sources = Sources(

@@ -4,7 +4,7 @@
 
 Data: 3,000 drawn shapes in all colours, sizes and places. Or a folder with a sub-folder for each class, parquet files,
 or a Hub id.
-Expect: 98 % of the held-out shapes are recognised. confusion.png shows which are taken for which.
+Expect: 98 % of the held-out shapes are recognised. confusion.png shows which classes are mixed up.
 Time: a quarter of a minute on two CPU cores.
 
 To train on your own images, or to continue from a pretrained model, all of it or only its head:
@@ -64,7 +64,7 @@ class Config(AugmentationFlags):
 def make_forward_step(
     label_smoothing: float, num_classes: int, has_several: bool
 ) -> Callable[[nn.Module, Batch], dict[str, Tensor]]:
-    """`forward_step` for images of one class each; or of several, or none: then each class is a question of its own."""
+    """`forward_step` for images with one class each; with several or none, each class is a separate yes-no question."""
 
     def loss(logits: Tensor, label: Tensor) -> Tensor:
         if not has_several:
@@ -75,7 +75,7 @@ def make_forward_step(
     def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         logits, label = model(pixel_values=batch["image"]).logits.float(), batch["label"]
         values = {"loss": loss(logits, label)}
-        if "share" in batch:  # of an image that is mixed from two
+        if "share" in batch:  # the image is a mix of two
             values["loss"] = loss(logits, batch["other_label"]).lerp(values["loss"], batch["share"])
         if has_several:
             return values | {
@@ -95,7 +95,7 @@ def make_forward_step(
 
 
 def build(config: Config, classes: list[str]) -> tuple[Any, Preprocessing]:
-    """Returns (model, what it expects of an image). Raises UsageError for wrong sizes or a wrong path."""
+    """Returns (model, preprocessing of its images). Raises UsageError for wrong sizes or a wrong path."""
     if path := config.model_name_or_path:
         read = partial(load, AutoModelForImageClassification, path, "image classifier", reads=None)
         model = with_classes(read, path, classes)[0]
@@ -113,20 +113,20 @@ def build(config: Config, classes: list[str]) -> tuple[Any, Preprocessing]:
         intermediate_size=4 * config.hidden_size,
         num_hidden_layers=config.num_layers,
         num_attention_heads=config.num_heads,
-        initializer_range=0.1,  # that of large models, 0.02, trains a narrow one slowly
-        qkv_bias=False,  # that of the keys has no gradient but rounding, which Adam would turn into steps
+        initializer_range=0.1,  # large models use 0.02, with which a narrow one trains slowly
+        qkv_bias=False,  # the keys' bias has a gradient of only rounding errors, which Adam would turn into steps
         **config_of_classes(classes),
     )
     return ViTForImageClassification(shape), Preprocessing(config.image_size)
 
 
 def main(config: Config) -> Callable[[], None] | None:
-    """Trains. Returns what the main process does alone afterwards: draw which classes are taken for which."""
+    """Trains. Returns a function that only the main process calls afterwards: it plots which classes are mixed up."""
     accelerator = start(config)
     same = "classes", "has_several"
     sources = Sources(config, lambda data: load_labelled_images(data, config.max_samples), same)
     model, form = build(config, sources.train.classes)
-    classes = names_of(model.config)  # a pretrained head that knows them keeps its order
+    classes = names_of(model.config)  # a pretrained head that has these classes keeps its order
     if config.freeze_backbone:
         model.base_model.requires_grad_(False)
     optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)

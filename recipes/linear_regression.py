@@ -98,8 +98,8 @@ def make_linear(num_samples: int, num_features: int) -> TableDataset:
 
 def load_numbers(data: str, target: str | None) -> TableDataset:
     """Loads a table of numbers from a .csv, .tsv, .jsonl or .parquet file, perhaps packed, and standardises each
-    column. The columns beside the target are the features. Raises UsageError for no such file or column, too few rows
-    or columns, a value that is missing or not finite, or a constant target."""
+    column. All columns except the target are features. Raises UsageError for a missing file or column, too few rows or
+    columns, a value that is missing or not finite, or a constant target."""
     table, *others = load_tables(data, ADVICE)
     names = table.column_names
     if others:
@@ -109,7 +109,7 @@ def load_numbers(data: str, target: str | None) -> TableDataset:
     if target not in names:
         raise UsageError(f"--target {target}: no such column in {data}; use one of {', '.join(names)}")
     if len(table) < 2 or len(names) < 2:
-        raise UsageError(f"--data {data} has {len(table)} rows and {len(names)} columns: expected 2 or more")
+        raise UsageError(f"--data {data} has {len(table)} rows and {len(names)} columns: expected 2 or more of each")
     values = torch.tensor([[*table.numbers(name)] for name in names], dtype=torch.float64).T
     position = names.index(target)
     if (values[:, position] == values[0, position]).all():

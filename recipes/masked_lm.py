@@ -3,10 +3,10 @@
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/masked_lm.py
 
 Data: the source code of Python's standard library, which every machine has; or your own text, or a Hub id.
-Expect: a perplexity of 198 and an accuracy of 13 % for the masked words, after so short a training. Tokens are words.
+Expect: a perplexity of 198 and an accuracy of 13 % for the masked words, after such a short run. Tokens are words.
 Time: three quarters of a minute on two CPU cores.
 
-To train on your own text, to go on from a pretrained encoder on the texts of your field, and to fill in a word:
+To train on your own text, to continue from a pretrained encoder on texts from your field, and to fill in a word:
 
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/masked_lm.py --data path/to/file.txt
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/masked_lm.py --data path/to/file.txt \\
@@ -45,22 +45,22 @@ class Config(EncoderFlags):
     weight_decay: float = 0.01
     log_every: int = 50
     vocabulary: int = 2048
-    mask_probability: float = flag(0.15, "probability that a word is one to fill in", above=0, below=1)
-    max_samples: int | None = flag(None, "stream this many rows of a data set and keep them, not all", minimum=1)
-    predict: str | None = flag(None, "a text with [MASK], which the exported model fills in, instead of training")
+    mask_probability: float = flag(0.15, "probability that the model has to fill in a word", above=0, below=1)
+    max_samples: int | None = flag(None, "stream a dataset, and use only its first N rows", minimum=1)
+    predict: str | None = flag(None, "instead of training, let the exported model fill in the [MASK] of this text")
 
 
 class MaskedBlocks(Dataset):
     """Samples {"input_ids", "labels": int64 of shape (length,); "weight": float32, 0-dim}: a block of tokens between
-    those that the tokenizer puts around a text. Only tokens to fill in have labels; the weight is their number.
+    the special tokens of a text. Only tokens to fill in have labels; the weight is their number.
 
-    Of the words that are chosen, 80 % are masked, a tenth gets random tokens, and a tenth stays (Devlin et al. 2019).
-    They are drawn in `__getitem__`, where they belong to the seed, the epoch and the sample.
+    Of the chosen words, 80 % are masked, 10 % get random tokens, and 10 % stay (Devlin et al. 2019). They are drawn in
+    `__getitem__`, where they depend only on the seed, the epoch and the sample.
 
     Args:
-        blocks: without the tokens around.
-        tokenizer: a tokenizer of transformers, with a mask.
-        probability: that a word is chosen. The one with the least draw always is.
+        blocks: without special tokens.
+        tokenizer: a transformers tokenizer with a mask token.
+        probability: that a word is chosen. The word with the lowest draw always is.
     """
 
     def __init__(self, blocks: TokenDataset, tokenizer: Any, probability: float):
@@ -92,15 +92,15 @@ class MaskedBlocks(Dataset):
 
 
 def around(tokenizer: Any) -> tuple[Tensor, Tensor]:
-    """The tokens before and after each text."""
+    """The special tokens before and after each text."""
     whole, plain = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
     start = next(at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
     return torch.tensor(whole[:start]).long(), torch.tensor(whole[start + len(plain) :]).long()
 
 
 def tokens_within_words(tokenizer: Any) -> Tensor:
-    """For each token of the vocabulary, whether it goes on with a word: it begins with ##; or with a letter or digit,
-    in a vocabulary that marks spaces."""
+    """For each token of the vocabulary, whether it continues a word: it begins with ##, or, in a vocabulary that
+    marks spaces, with a letter or digit."""
     texts = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     marks_spaces = any(text.startswith(("Ġ", "\u2581")) for text in texts)
     of_words = [text not in tokenizer.all_special_tokens and marks_spaces and text[:1].isalnum() for text in texts]
@@ -121,7 +121,7 @@ def build(config: Config) -> tuple[Any, Any]:
         options = {"trust_remote_code": config.trust_remote_code}
         model, tokenizer = load_encoder(AutoModelForMaskedLM, path, config.max_length, **options)
         if tokenizer.mask_token_id is None:
-            raise UsageError(f"--model_name_or_path {path}: its tokenizer has no mask: use the path of an encoder")
+            raise UsageError(f"--model_name_or_path {path}: its tokenizer has no mask token: use an encoder")
         return model, tokenizer
     sources = weights_of(config.data) or [config.data]
     pieces = (piece for source in sources for text in texts_of(source, config.max_samples) for piece in text.pieces())

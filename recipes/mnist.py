@@ -38,7 +38,7 @@ class Config(RunConfig):
     model: Literal["cnn", "mlp"] = flag("cnn", "convolutional network, or an MLP with two hidden layers of 10")
     optimizer: Literal["adamw", "sgd"] = flag("adamw", "AdamW, or stochastic gradient descent")
     max_samples: int | None = flag(None, "stream a dataset, and use only its first N images", minimum=1)
-    predict: str | None = flag(None, "image to classify with the model in --output_dir, instead of training")
+    predict: str | None = flag(None, "instead of training, classify this image with the model in --output_dir")
 
 
 class PooledConv(nn.Conv2d):
@@ -81,7 +81,7 @@ class ConvNet(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         features = self.stem(images)
-        if features.device.type == "cpu":  # its convolutions are fastest so; the group norm of a GPU undoes it
+        if features.device.type == "cpu":  # the CPU's convolutions are fastest like this; a GPU's group norm undoes it
             features = features.contiguous(memory_format=torch.channels_last)
         return self.head(self.blocks(features).flatten(1))
 
@@ -111,7 +111,7 @@ def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def predict(image: str, config: Config) -> None:
-    """Prints the class that the exported model gives an image."""
+    """Prints the class that the exported model predicts for an image."""
     form = ImageFormat.read(config.output_dir, NETWORKS)
     model = NETWORKS[form.network](form.image_shape, len(form.classes)).eval()
     load_exported(config.output_dir, model)

@@ -4,8 +4,8 @@
 
 Data: small conversations that end with the right answer, or with the answer to the opposite question; or your own
 JSON-lines or parquet file, or a Hub id, with the columns chosen and rejected, and optionally prompt and tools.
-Expect: 98 % of held-out pairs have a margin in favour of the chosen answer, at first 50 %. The exported model of 0.8 M
-weights gives 42 of 50 held-out answers. It starts from scratch, and so also learns to write the chosen answers.
+Expect: 98 % of held-out pairs have a margin in favour of the chosen answer, up from 50 %. The exported model of 0.8 M
+weights gives 42 of 50 held-out answers. It starts from scratch, so it also has to learn to write the chosen answers.
 Time: about two minutes on two CPU cores.
 
 To align a model that `finetune.py` has exported, or a pretrained model on your own pairs:
@@ -58,14 +58,14 @@ def logistic(difference: Tensor, flipped: float) -> Tensor:
     return -(1 - flipped) * F.logsigmoid(difference) - flipped * F.logsigmoid(-difference)
 
 
-# {`--loss`: function of the log-probabilities less those of the reference, shape (pairs, 2), the tokens of the answers,
-# of the same shape, beta and the label smoothing; to the loss of each pair, shape (pairs,)}
+# {`--loss`: function of the log-probabilities minus the reference's, shape (pairs, 2), the number of tokens of each
+# answer, of the same shape, beta and the label smoothing; it returns the loss of each pair, shape (pairs,)}
 LOSSES: dict[str, Callable[[Tensor, Tensor, float, float], Tensor]] = {
     # Rafailov et al. 2023; with label smoothing cDPO (Mitchell 2023)
     "dpo": lambda ratios, counts, beta, noise: logistic(beta * margin(ratios), noise),
     # the same per token (Lambert et al. 2024, Tülu 3)
     "dpo_norm": lambda ratios, counts, beta, noise: logistic(beta * margin(ratios / counts), noise),
-    # robust DPO (Chowdhury et al. 2024): its mean over flipped labels is the loss of the right ones
+    # robust DPO (Chowdhury et al. 2024): its mean over randomly flipped labels is the loss with the right ones
     "robust": lambda ratios, counts, beta, noise: logistic(beta * margin(ratios), -noise / (1 - 2 * noise)),
     # Azar et al. 2023, per token as its authors advise TRL
     "ipo": lambda ratios, counts, beta, noise: (margin(ratios / counts) - 1 / (2 * beta)) ** 2,
@@ -84,10 +84,10 @@ def preference_loss(
     """The loss of each pair, shape (pairs,): a sum of `LOSSES`.
 
     Args:
-        ratios: log-probabilities less those of the reference, shape (pairs, 2).
-        counts: tokens of the answers, shape (pairs, 2).
+        ratios: log-probabilities minus those of the reference, shape (pairs, 2).
+        counts: number of tokens of the answers, shape (pairs, 2).
         losses: {name: weight}
-        beta: of the papers.
+        beta: as in the papers.
         smoothing: the probability that a label is flipped, below 0.5.
     """
     terms = [weight * LOSSES[name](ratios, counts.clamp(min=1), beta, smoothing) for name, weight in losses.items()]
@@ -111,19 +111,19 @@ class Config(ChatFlags):
     )
     beta: float = flag(0.1, "strength of the penalty for moving away from the reference model", above=0)
     sft_weight: float | None = flag(
-        None, "weight of the loss of the chosen answer (default: 1 from scratch, else 0)", minimum=0
+        None, "weight of the cross-entropy of the chosen answer (default: 1 from scratch, else 0)", minimum=0
     )
 
 
 def make_forward_step(config: Config) -> ForwardStep:
-    """`forward_step` for the flags. Raises UsageError for a loss that is none."""
+    """`forward_step` for the flags. Raises UsageError for an unknown loss."""
     sft_weight = float(config.model_name_or_path is None) if config.sft_weight is None else config.sft_weight
     losses = weights_of_losses(config.loss, LOSSES, SMOOTHED, config.label_smoothing)
 
     def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         policy, counts = log_probabilities(model, batch)
         ratios = policy - torch.stack([batch["reference_chosen"], batch["reference_rejected"]], 1)
-        # Before the first step, policy and reference differ by rounding alone, which is no preference.
+        # Before the first step, policy and reference differ only by rounding errors, which show no preference.
         rewards = config.beta * ratios.detach() * (ratios.abs() > 1e-5 * policy.abs())
         loss = preference_loss(ratios, counts, losses, config.beta, config.label_smoothing)
         return {
@@ -142,15 +142,15 @@ def make_forward_step(config: Config) -> ForwardStep:
 def build(config: Config) -> tuple[nn.Module, Any]:
     """Returns (model that returns losses, tokenizer). Raises UsageError for flags or a path that cannot be used."""
     model, tokenizer = load_chat_model(config, small_chat_model)
-    without_dropout(model)  # else the policy would differ from its reference, which is evaluated, before any step
+    without_dropout(model)  # else the policy would differ from the reference, which is in eval mode, before any step
     model = with_losses(model, chunk=config.loss_chunk, longest=config.max_length)
     return with_adapters(model, config), tokenizer
 
 
 def main(config: Config) -> Any:
-    """Trains. Returns what the main process does alone afterwards: let the exported model answer held-out questions."""
+    """Trains. Returns a function that only the main process calls afterwards: it answers held-out questions."""
     accelerator, forward_step = start(config), make_forward_step(config)
-    with restore_generators(CPU):  # for the same initial weights in the reference
+    with restore_generators(CPU):  # so that the reference gets the same initial weights
         model, tokenizer = build(config)
     sources = Sources(config, lambda data: load_pairs(data, tokenizer, config.max_length, config.max_samples))
     print_once(sources.train.facts(config.max_length))

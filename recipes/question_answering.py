@@ -2,8 +2,8 @@
 
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/question_answering.py
 
-Data: questions about functions of Python's standard library; the answers are in their docstrings and arguments, or
-there are none. Or your own CSV, JSON or parquet file, such as SQuAD's, or a Hub id.
+Data: questions about functions of Python's standard library; the answers, if any, are in their docstrings and
+arguments. Or your own CSV, JSON or parquet file, such as SQuAD's, or a Hub id.
 Expect: 63 % exact matches and an F1 of 81 % on held-out functions. Tokens are words.
 Time: a minute on two CPU cores.
 
@@ -35,7 +35,7 @@ from accelerate_recipes.common.tasks.reading.mixture import Sources
 from accelerate_recipes.common.tasks.reading.text_files import local_path, open_text
 
 INPUTS = ("input_ids", "token_type_ids", "attention_mask")
-PADDING = {"places": -1}  # as of tokens that are not of the text
+PADDING = {"places": -1}  # as for tokens that are not part of the text
 LOWEST = -1e9
 
 
@@ -58,12 +58,12 @@ class Config(EncoderFlags):
     question_column: str = flag("question", "name of the column with the questions")
     context_column: str = flag("context", "name of the column with the texts")
     answers_column: str = flag("answers", "name of the column with the answers: as in SQuAD, or a text")
-    predict: str | None = flag(None, "question for the model in --output_dir about --context, instead of training")
+    predict: str | None = flag(None, "instead of training, ask the model in --output_dir this question about --context")
     context: str = flag("", "path of the text file that holds the answer to --predict")
 
 
 def questions_about_functions() -> list[Question]:
-    """What a function of Python does and returns, and the defaults of its arguments; some have no answer."""
+    """What a Python function does and returns, and the defaults of its arguments; some questions have no answer."""
     found = list[Question]()
     for node, docstring in documented_functions():
         head = f"{node.name}({ast.unparse(node.args)}): "
@@ -72,7 +72,7 @@ def questions_about_functions() -> list[Question]:
             f"What does {node.name} do?": re.compile(r"(.+?)(?=\. |\.?$)").match(context, len(head)),
             f"What does {node.name} return?": re.search(r"\b[Rr]eturns? (.+?)(?=[.;:] |\.?$)", context),
         }
-        # The first arguments have no default, and what has none is asked for where others have one.
+        # Not about the first argument; about one without a default only if another one has a default.
         for name in (one.arg for one in node.args.args[1:] if node.args.defaults):
             value = re.search(rf"\b{name}(?:: [^=,]+)?\s?=\s?([^,()]*\w[^,()]*)[,)]", head)
             asked[f"What is the default of {name}?"] = value
@@ -82,7 +82,7 @@ def questions_about_functions() -> list[Question]:
 
 
 def best_spans(start: Tensor, end: Tensor, places: Tensor, max_length: int) -> dict[str, Tensor]:
-    """Of each window the answer of at most so many tokens with the highest sum of logits, and that of no answer."""
+    """Each window's best answer of at most `max_length` tokens, by the sum of logits, and the score of no answer."""
     length, row = start.shape[1], torch.arange(len(start), device=start.device)
     is_text = places[..., 0] >= 0
     fits = (is_text[:, :, None] & is_text[:, None, :]).triu().tril(max_length - 1)
@@ -95,10 +95,10 @@ def make_forward_step(config: Config) -> ForwardStep:
     """`forward_step` for the flags."""
 
     def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """The loss of each window: the mean of those of both ends. In an evaluation also what the model answers."""
+        """The loss of each window: the mean over the answer's two ends. In an evaluation also the model's answer."""
         output = model(**{name: batch[name] for name in INPUTS if name in batch})
         ends = torch.stack([output.start_logits, output.end_logits]).float()
-        if not config.pad_to_max_length:  # else the longest text of the micro-batch would count in the losses of others
+        if not config.pad_to_max_length:  # else padding, which depends on the micro-batch, would count in the loss
             ends = ends.masked_fill(batch["attention_mask"] == 0, LOWEST)
         losses = [F.cross_entropy(*each, reduction="none") for each in zip(ends, (batch["start"], batch["end"]))]
         spans = {} if model.training else best_spans(ends[0], ends[1], batch["places"], config.max_answer_length)
@@ -114,20 +114,20 @@ def build(config: Config, parts: list[list[Question]]) -> tuple[Any, Any]:
         model, tokenizer = load_encoder(AutoModelForQuestionAnswering, path, config.max_length, **trust)
         if not isinstance(getattr(model, "qa_outputs", None), nn.Linear):
             raise UsageError(
-                f"{type(model).__name__} has no two scores for each token: use the path of a BERT or like it"
+                f"{type(model).__name__} does not give two scores for each token: use a BERT or a similar encoder"
             )
     else:
         texts = (text for part in parts for question in part for text in (question.text, question.context))
         model, tokenizer = small_bert(config, BertForQuestionAnswering, texts)
-        # It shifts all logits alike, so its gradient nearly cancels, and Adam would make steps of the rounding.
+        # It shifts all logits alike, so its gradient nearly cancels out, and Adam would turn rounding into steps.
         model.bert.encoder.layer[-1].output.LayerNorm.bias.requires_grad_(False)
-    model.qa_outputs.bias.requires_grad_(False)  # as well
+    model.qa_outputs.bias.requires_grad_(False)  # for the same reason
     return model, tokenizer
 
 
 @torch.no_grad()
 def predict(config: Config, asked: str) -> None:
-    """Prints what the exported model answers."""
+    """Prints the exported model's answer."""
     if not config.context:
         raise UsageError("--predict asks about a text: use --context with the path of its file")
     model, tokenizer = exported_model(AutoModelForQuestionAnswering, config.output_dir)
@@ -139,7 +139,7 @@ def predict(config: Config, asked: str) -> None:
 
 
 def main(config: Config) -> None:
-    """Trains the encoder, and exports its tokenizer with it; or answers a question."""
+    """Trains the encoder and exports it with its tokenizer, or answers a question."""
     if config.predict is not None:
         return predict(config, config.predict)
     accelerator = start(config)

@@ -53,15 +53,15 @@ class Config(VaryingFlags):
     weight_decay: float = 0.01
     log_every: int = 50
     mirror: bool = False
-    image_column: str = flag("image", "name of the column with the images, or of their folder without s")
-    mask_column: str = flag("mask", "name of the column with the masks, or of their folder without s")
-    ignored_class: int = flag(255, "number in the masks of pixels that do not count; -1: none", minimum=-1)
+    image_column: str = flag("image", "name of the column with the images, or of their folder without its s")
+    mask_column: str = flag("mask", "name of the column with the masks, or of their folder without its s")
+    ignored_class: int = flag(255, "mask value of the pixels that do not count; -1: none", minimum=-1)
     class_names: str | None = flag(None, "path of a JSON file with {number in the masks: name}")
     image_size: int = flag(32, "height and width in pixels; a pretrained model has its own", minimum=8)
-    hidden_size: int = flag(32, "width of the first of three stages; each next one has twice as many", minimum=4)
+    hidden_size: int = flag(32, "width of the first of three stages; each next one is twice as wide", minimum=4)
     num_layers: int = flag(2, "layers of a stage", minimum=1)
     model_name_or_path: str | None = flag(None, "continue from this model (folder or Hub id)")
-    predict: str | None = flag(None, "path of an image for the model in --output_dir, instead of training")
+    predict: str | None = flag(None, "instead of training, try the model in --output_dir on the image at this path")
 
 
 def canvases(number: int, digits: ImageDataset, ignored: int) -> Masked:
@@ -97,21 +97,21 @@ def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 def num_pixels(classes: Tensor, counts: Tensor, num_classes: int) -> Tensor:
-    """How many pixels of each image have each class, of those that count: (batch, classes)."""
+    """The number of pixels of each class in each image, of those that count: (batch, classes)."""
     zeros = torch.zeros(len(classes), num_classes, dtype=torch.int64, device=classes.device)
     return zeros.scatter_add_(1, (classes * counts).flatten(1), counts.flatten(1).long())
 
 
 def measures(examples: Examples) -> Metrics:
-    """Of the whole evaluation set the mean IoU: of the pixels that have a class or get it, the share that do both, as a
-    mean over the classes; and the share of right pixels."""
+    """The mean IoU and the share of right pixels, over the whole evaluation set. A class's IoU is the share of pixels
+    that have it and are predicted to, among those that have it or are predicted to."""
     predicted, labelled, right = examples["pixels"].sum(0).double()
     either = predicted + labelled - right
     return {"mean_iou": float((right / either)[either > 0].mean()), "accuracy": float(right.sum() / labelled.sum())}
 
 
 def freeze_statistics(model: nn.Module) -> None:
-    """Lets BatchNorm keep its statistics in training: those of a batch would depend on the number of processes."""
+    """Freezes BatchNorm's statistics in training: those of a batch would depend on the number of processes."""
 
     def forward(self: Any, values: Tensor) -> Tensor:
         mean, var = (each.to(self.weight.dtype) for each in (self.running_mean, self.running_var))
@@ -123,7 +123,7 @@ def freeze_statistics(model: nn.Module) -> None:
 
 
 def build(config: Config, classes: list[str]) -> tuple[Any, Preprocessing]:
-    """Returns (model, what it expects of an image). Raises UsageError for wrong sizes or a wrong path."""
+    """Returns (model, preprocessing of its images). Raises UsageError for wrong sizes or a wrong path."""
     if path := config.model_name_or_path:
         read = partial(load, AutoModelForSemanticSegmentation, path, "model for segmentation", reads=None)
         model = with_classes(read, path, classes)[0]
@@ -155,7 +155,7 @@ def predict(config: Config, path: str) -> None:
 
 
 def main(config: Config) -> None:
-    """Trains the model; or finds the classes in an image."""
+    """Trains the model, or finds the classes in an image."""
     if config.predict is not None:
         return predict(config, config.predict)
     accelerator, ignored = start(config), config.ignored_class

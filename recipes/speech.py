@@ -57,18 +57,18 @@ class Config(RunConfig):
     hidden_size: int = flag(64, "width of the model", minimum=4)
     num_layers: int = flag(2, "layers of the model", minimum=1)
     model_name_or_path: str | None = flag(None, "continue from this model (folder or Hub id)")
-    freeze_feature_encoder: bool = flag(False, "do not train the convolutions, which read the wave; Whisper's encoder")
-    language: str | None = flag(None, "of the texts, for a Whisper of several languages, such as german")
-    task: Literal["transcribe", "translate"] = flag("transcribe", "of Whisper; translate: the texts are in English")
-    max_target_length: int = flag(225, "tokens of a text, of Whisper; so many it writes at most", minimum=1)
-    predict: str | None = flag(None, "path of a recording for the model in --output_dir, instead of training")
+    freeze_feature_encoder: bool = flag(False, "do not train the convolutions that read the wave, or Whisper's encoder")
+    language: str | None = flag(None, "language of the texts, for a multilingual Whisper, such as german")
+    task: Literal["transcribe", "translate"] = flag("transcribe", "for Whisper; translate: the texts are in English")
+    max_target_length: int = flag(225, "most tokens of a text, for Whisper, and most that it writes", minimum=1)
+    predict: str | None = flag(None, "instead of training, try the model in --output_dir on the recording at this path")
 
 
 def make_forward_step(name: str, errors: Any, shape: Any) -> ForwardStep:
-    """`forward_step` for texts, or for classes without error rates. `name`: of the input; `shape`: the config."""
+    """`forward_step` for texts, or for classes without error rates. `name`: of the input; `shape`: a model's config."""
 
     def forward_step(model: Any, batch: Batch) -> dict[str, Tensor]:
-        """The loss of each recording; of a text, that of CTC divided by the number of its tokens."""
+        """The loss of each recording; for a text, the CTC loss divided by the number of its tokens."""
         logits = model(**{name: batch[name]}, attention_mask=batch["attention_mask"]).logits.float()
         if errors is None:
             accuracy = (logits.argmax(-1) == batch["label"]).float()
@@ -95,12 +95,12 @@ def make_forward_step(name: str, errors: Any, shape: Any) -> ForwardStep:
 
 
 def build(config: Config, parts: list[Labelled]) -> tuple[Any, Any, Any]:
-    """Returns (model, what makes its input of a wave, its tokenizer). Raises UsageError for a wrong path."""
+    """Returns (model, its feature extractor, its tokenizer). Raises UsageError for a wrong path."""
     path, is_class, classes = config.model_name_or_path, config.target == "class", parts[0].classes
     tokenizer, is_new, options = None, False, config_of_classes(classes) if is_class else dict[str, Any]()
     whisper = path if path and not is_class and is_whisper(path) else None
     if config.language and not whisper:
-        raise UsageError(f"--language {config.language} is for texts of a Whisper, which is not here: leave it out")
+        raise UsageError(f"--language {config.language} is for a Whisper model with --target text: leave it out")
     if not is_class and not whisper:
         known = str(config.output_dir / "model") if config.evaluate_only else path
         tokenizer, is_new = tokenizer_of_texts(known, [text for part in parts for text in part.labels])
@@ -125,7 +125,7 @@ def build(config: Config, parts: list[Labelled]) -> tuple[Any, Any, Any]:
         extractor = transformers.Wav2Vec2FeatureExtractor(sampling_rate=rate, return_attention_mask=True)
     if config.freeze_feature_encoder:
         recordings.freeze_reader(model)
-    if config.micro_batch_size != 1 and not whisper:  # which always reads 30 s
+    if config.micro_batch_size != 1 and not whisper:  # Whisper always reads 30 s
         recordings.check_padding(model, extractor)
     pretrained.switch_off_dropout(model)  # SpecAugment, too
     freeze_key_biases(model)
@@ -143,7 +143,7 @@ def predict(config: Config, path: str) -> None:
 
 
 def main(config: Config) -> None:
-    """Trains the model; or prints what is in a recording."""
+    """Trains the model, or prints what is in a recording."""
     if config.predict is not None:
         return predict(config, config.predict)
     accelerator, is_class = start(config), config.target == "class"
@@ -160,7 +160,7 @@ def main(config: Config) -> None:
 
     sources = Sources(config, read, ("classes",))
     model, extractor, tokenizer = build(config, [part for both in sources.parts.values() for part in both])
-    classes = names_of(model.config)  # a pretrained head that knows them keeps its order
+    classes = names_of(model.config)  # a pretrained head that has these classes keeps its order
 
     def heard(part: Labelled) -> recordings.Recordings:
         return recordings.Recordings(part.reorder(classes) if is_class else part, model, extractor, tokenizer)

@@ -2,8 +2,8 @@
 
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/text_classification.py
 
-Data: four lines of code of Python's standard library; the class is the package. Or your own CSV, JSON-lines or parquet
-file, or a Hub id; a text or a pair of texts with a class, several classes, or a number.
+Data: pieces of four lines of Python's standard library; the class is the package. Or your own CSV, JSON-lines or
+parquet file, or a Hub id; a text or a pair of texts with a class, several classes, or a number.
 Expect: 90 % accuracy and a macro F1 of 0.89 for five packages. Tokens are words.
 Time: a minute on two CPU cores.
 
@@ -43,9 +43,9 @@ from accelerate_recipes.common.tasks.reading.labelled import (
 )
 from accelerate_recipes.common.tasks.reading.mixture import Sources
 
-PROBLEMS = {  # what transformers calls the targets that are not one class
+PROBLEMS = {  # transformers' names for targets other than one class
     "classes": "multi_label_classification",
-    "probability": "multi_label_classification",  # of one class
+    "probability": "multi_label_classification",  # with one label
     "number": "regression",
 }
 
@@ -66,14 +66,14 @@ class Config(EncoderFlags):
     second_text_column: str | None = flag(None, "name of the column with the second text of each pair")
     label_column: str = flag("label", "name of the column with the classes or numbers")
     target: Literal["class", "classes", "number", "probability"] = flag(
-        "class", "what a text has: a class; any number of classes, with commas; a number; or one from 0 to 1"
+        "class", "what a text has: a class; any number of classes, with commas; a number; or a number from 0 to 1"
     )
     balanced: bool = flag(False, "give each class the same weight in the loss, instead of each text")
-    predict: str | None = flag(None, "a text to classify with the exported model, instead of training")
+    predict: str | None = flag(None, "instead of training, classify this text with the exported model")
 
 
 def make_forward_step(target: str) -> Callable[[nn.Module, Batch], dict[str, Tensor]]:
-    """`forward_step` for such a target: the loss of each example, and what the measures need."""
+    """`forward_step` for this target: the loss of each example, and the values that the metrics need."""
 
     def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "token_type_ids") if name in batch}
@@ -92,7 +92,7 @@ def make_forward_step(target: str) -> Callable[[nn.Module, Batch], dict[str, Ten
             }
         predicted = logits.argmax(-1)
         return {
-            # Not as "weight" of the batch: that would weigh the accuracy, too.
+            # Not as "weight" of the batch: that would weight the accuracy, too.
             "loss": F.cross_entropy(logits, label, reduction="none") * batch["class_weight"],
             "accuracy": (predicted == label).float(),
             "predicted": predicted,
@@ -103,7 +103,7 @@ def make_forward_step(target: str) -> Callable[[nn.Module, Batch], dict[str, Ten
 
 
 def correlations(examples: Examples) -> Metrics:
-    """Pearson's and Spearman's correlation of predicted numbers and those of the data."""
+    """Pearson's and Spearman's correlation of the predicted numbers with those in the data."""
     return correlations_of(*(examples[name] / examples[name].abs().max() for name in ("predicted", "target")))
 
 
@@ -121,24 +121,24 @@ def build(config: Config, parts: list[Labelled]) -> tuple[Any, Any]:
 
 
 def predict(config: Config, text: str) -> None:
-    """Prints what the exported model says of a text."""
+    """Prints what the exported model predicts for a text."""
     found = exported_pipeline("text-classification", config.output_dir)(text, top_k=None)
     print_once("\n".join(f"{one['label']}: {one['score']:.4f}" for one in found))
 
 
 def main(config: Config) -> None:
-    """Trains the encoder, and exports its tokenizer with it; or classifies a text."""
+    """Trains the encoder and exports it with its tokenizer, or classifies a text."""
     if config.predict is not None:
         return predict(config, config.predict)
     if config.balanced and config.target != "class":
-        raise UsageError(f"--balanced weighs classes, and --target is {config.target}: leave one of them out")
+        raise UsageError(f"--balanced weights classes, but --target is {config.target}: leave one of them out")
     accelerator = start(config)
     columns = config.text_column, config.label_column, config.second_text_column, config.target
     sources = Sources(config, lambda data: load_labelled_texts(data, *columns), same=("classes",))
     parts = [train for train, _ in sources.parts.values()]
     model, tokenizer = build(config, parts)
     model.config.problem_type = PROBLEMS.get(config.target, model.config.problem_type)
-    classes = names_of(model.config)  # a pretrained head that knows them keeps its order
+    classes = names_of(model.config)  # a pretrained head that has these classes keeps its order
 
     def ordered(part: Labelled) -> Labelled:
         return part if config.target in NUMBERS else part.reorder(classes)

@@ -2,8 +2,8 @@
 
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/token_classification.py
 
-Data: code of Python's standard library; the tags are what Python's own tokenizer says: keywords, definitions, numbers,
-texts and comments of several words. Or your own CoNLL file, or JSON lines, a parquet file or a Hub id with lists.
+Data: code of Python's standard library; the tags come from Python's own tokenizer: keywords, definitions, numbers,
+strings and comments of several words. Or your own CoNLL file, or JSON lines, a parquet file or a Hub id with lists.
 Expect: 91 % accuracy and an F1 of 0.66 for entities that Python's tokenizer finds with rules. Tokens are words.
 Time: half a minute on two CPU cores.
 
@@ -42,7 +42,7 @@ from accelerate_recipes.common.tasks.nlp.tagged_words import EncodedWords, Entit
 from accelerate_recipes.common.tasks.reading.labelled import Labelled, names_of, with_classes
 from accelerate_recipes.common.tasks.reading.mixture import Sources
 
-PACKAGES = ("email", "logging", "unittest")  # that every Python has
+PACKAGES = ("email", "logging", "unittest")  # which every Python has
 TAGGED = ("KEYWORD", "DEFINITION", "NUMBER", "STRING", "COMMENT")
 WORDS_PER_TEXT = 32
 
@@ -60,9 +60,9 @@ class Config(EncoderFlags):
     weight_decay: float = 0.01
     log_every: int = 50
     max_length: int = 128
-    word_column: str = flag("tokens", "column with the words; of a CoNLL file its number, else the first one")
-    tag_column: str = flag("ner_tags", "column with the tags; of a CoNLL file its number, else the last one")
-    predict: str | None = flag(None, "a text to tag with the exported model, instead of training")
+    word_column: str = flag("tokens", "column with the words; in a CoNLL file its number, default: the first")
+    tag_column: str = flag("ner_tags", "column with the tags; in a CoNLL file its number, default: the last")
+    predict: str | None = flag(None, "instead of training, tag this text with the exported model")
 
 
 def tokens_of_python() -> list[tuple[list[str], list[str]]]:
@@ -109,7 +109,7 @@ def build(config: Config, parts: list[Labelled]) -> tuple[Any, Any]:
         model, tokenizer = with_classes(read, path, classes)
         if (
             getattr(tokenizer, "add_prefix_space", None) is False
-        ):  # as of RoBERTa: each word would begin without a space
+        ):  # RoBERTa's, for example: each word would begin without a space
             tokenizer = AutoTokenizer.from_pretrained(path, add_prefix_space=True, **options)
         return model, tokenizer
     texts = (" ".join(words) for part in parts for words in part.samples)
@@ -123,14 +123,14 @@ def predict(config: Config, text: str) -> None:
 
 
 def main(config: Config) -> None:
-    """Trains the encoder, and exports its tokenizer with it; or tags a text."""
+    """Trains the encoder and exports it with its tokenizer, or tags a text."""
     if config.predict is not None:
         return predict(config, config.predict)
     accelerator = start(config)
     columns = config.word_column, config.tag_column
     sources = Sources(config, lambda data: load_tagged_words(data, *columns, tokens_of_python), same=("classes",))
     model, tokenizer = build(config, [train for train, _ in sources.parts.values()])
-    classes = names_of(model.config)  # a pretrained head that knows them keeps its order
+    classes = names_of(model.config)  # a pretrained head that has these classes keeps its order
     entities = Entities(classes)
     optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)
     train_set, eval_set = sources.sets(lambda part: EncodedWords(part.reorder(classes), tokenizer, config.max_length))

@@ -54,18 +54,18 @@ class Config(RunConfig):
     num_layers: int = flag(4, "decoder layers", minimum=1)
     num_heads: int = flag(4, "attention heads; --hidden_size must be a multiple of twice this number", minimum=1)
     hidden_size: int = flag(128, "width of the model", minimum=2)
-    num_experts: int = flag(0, "experts in each layer (a Mixtral), of which a token uses two; 0: a Llama", minimum=0)
+    num_experts: int = flag(0, "experts in each layer (a Mixtral); each token uses two; 0: a Llama", minimum=0)
     router_loss: float = flag(0.0, "weight of the loss that balances the load of the experts, such as 0.01", minimum=0)
     attention: Literal["sdpa", "eager"] = flag("sdpa", "implementation of attention")
     activation_checkpointing: bool = flag(False, "recompute activations in the backward pass, to save memory")
     model_name_or_path: str | None = flag(None, "continue from this causal model and its tokenizer (folder or Hub id)")
-    trust_remote_code: bool = flag(False, "run Python code that the model brings: read it first")
+    trust_remote_code: bool = flag(False, "run the Python code that comes with the model: read it first")
     max_samples: int | None = flag(None, "stream a dataset, and use only its first N rows", minimum=1)
     sample_tokens: int = flag(200, "tokens that the exported model generates after training", minimum=0)
 
 
 def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """The loss of each example: the mean over its tokens. With `--router_loss`, what that needs."""
+    """The loss of each example: the mean over its tokens. With `--router_loss`, also the values that it needs."""
     losses = model(batch["tokens"], batch["labels"])
     return losses if isinstance(losses, dict) else {"loss": losses}
 
@@ -73,7 +73,7 @@ def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 def build(config: Config) -> tuple[PreTrainedModel, Any]:
     """Returns (model, tokenizer). Raises UsageError for wrong sizes or a wrong path."""
     if config.num_experts == 1:
-        raise UsageError("--num_experts 1: a token takes two experts: use 0, or 2 and more")
+        raise UsageError("--num_experts 1: each token uses two experts: use 0, or 2 or more")
     if (path := config.model_name_or_path) is None:
         if config.hidden_size % config.num_heads or config.hidden_size // config.num_heads % 2:
             raise UsageError(
@@ -108,7 +108,7 @@ def print_sample(config: Config, tokenizer: Any, prompt: Tensor) -> None:
 
 
 def main(config: Config) -> Any:
-    """Trains. Returns what the main process does alone afterwards: print a sample that the exported model generates."""
+    """Trains. Returns a function that only the main process calls afterwards: it prints a generated sample."""
     accelerator = start(config)
     model, tokenizer = build(config)
     sources = Sources(config, lambda data: load_tokens(data, tokenizer, config.context, config.max_samples))

@@ -46,24 +46,24 @@ class Config(RunConfig):
     warmup_steps: int = 50
     lr_schedule: Schedule = "linear"
     log_every: int = 50
-    max_length: int = flag(64, "tokens of a source beyond this number are left out", minimum=1)
-    max_target_length: int = flag(128, "the same of a target; and so many tokens the model writes at most", minimum=1)
+    max_length: int = flag(64, "sources are cut off after this number of tokens", minimum=1)
+    max_target_length: int = flag(128, "the same for targets, and the most that the model writes", minimum=1)
     source_column: str = flag("source", "name of the column with the texts; translation.en: en in column translation")
-    target_column: str = flag("target", "name of the column with what becomes of them")
+    target_column: str = flag("target", "name of the column with their translations or summaries")
     prefix: str = flag("", "text before each source, such as 'summarize: '")
-    source_lang: str | None = flag(None, "for a tokenizer of several languages, such as en_XX")
-    target_lang: str | None = flag(None, "for a tokenizer of several languages, such as de_DE")
-    forced_first_token: str | None = flag(None, "token with which each written text begins, such as that of a language")
-    label_smoothing: float = flag(0.0, "share of the probability that all tokens have, in training", minimum=0, below=1)
-    num_beams: int | None = flag(None, "beams of a text; default: what generation_config.json says, or 1", minimum=1)
-    num_layers: int = flag(2, "layers of the encoder from scratch, and of its decoder", minimum=1)
+    source_lang: str | None = flag(None, "language of the sources, for a multilingual tokenizer, such as en_XX")
+    target_lang: str | None = flag(None, "language of the targets, for a multilingual tokenizer, such as de_DE")
+    forced_first_token: str | None = flag(None, "first token of each text that the model writes, such as a language's")
+    label_smoothing: float = flag(0.0, "amount of label smoothing in training, such as 0.1", minimum=0, below=1)
+    num_beams: int | None = flag(None, "beams in beam search; default: as in generation_config.json, or 1", minimum=1)
+    num_layers: int = flag(2, "layers of the encoder, and of the decoder, from scratch", minimum=1)
     num_heads: int = flag(4, "attention heads", minimum=1)
     hidden_size: int = flag(64, "width of the model", minimum=1)
     dropout: float = flag(0.0, "probability of dropout; its masks depend on --micro_batch_size", minimum=0, below=1)
     model_name_or_path: str | None = flag(None, "continue from this model and its tokenizer (folder or Hub id)")
-    trust_remote_code: bool = flag(False, "run Python code that the model brings: read it first")
-    measure: Literal["exact_match", "bleu", "rouge"] = flag("exact_match", "of written texts; bleu: with chrF")
-    predict: str | None = flag(None, "a text for the model in --output_dir, instead of training")
+    trust_remote_code: bool = flag(False, "run the Python code that comes with the model: read it first")
+    measure: Literal["exact_match", "bleu", "rouge"] = flag("exact_match", "of the written texts; bleu: with chrF")
+    predict: str | None = flag(None, "instead of training, give this text to the model in --output_dir")
 
 
 def dates() -> Pairs:
@@ -74,7 +74,7 @@ def dates() -> Pairs:
 
 
 def make_forward_step(config: Config, pad: int) -> ForwardStep:
-    """`forward_step` for the flags. `pad`: token that fills up what is written, to one length under each config."""
+    """`forward_step` for the flags. `pad`: token that pads written texts to the same length under each config."""
 
     def forward_step(model: Any, batch: Batch) -> dict[str, Tensor]:
         """The mean loss of each text's tokens. In an evaluation also the text that the model writes."""
@@ -122,13 +122,13 @@ def build(config: Config) -> tuple[Any, Any]:
     written = {"max_new_tokens": config.max_target_length, "max_length": None}
     if config.num_beams:
         written["num_beams"] = config.num_beams
-    if config.target_lang and model.generation_config.decoder_start_token_id is None:  # as of mBART
+    if config.target_lang and model.generation_config.decoder_start_token_id is None:  # mBART's, for example
         written["decoder_start_token_id"] = tokenizer.convert_tokens_to_ids(config.target_lang)
     if token := config.forced_first_token:
         if (number := tokenizer.get_vocab().get(token)) is None:
             raise UsageError(f"--forced_first_token {token}: the tokenizer has no such token")
         written["forced_bos_token_id"] = number
-    model.generation_config.update(**written)  # goes with the export
+    model.generation_config.update(**written)  # becomes part of the export
     return model, tokenizer
 
 
@@ -140,7 +140,7 @@ def predict(config: Config, text: str) -> None:
 
 
 def main(config: Config) -> None:
-    """Trains the encoder-decoder, and exports its tokenizer with it; or lets the exported model write a text."""
+    """Trains the encoder-decoder and exports it with its tokenizer, or lets the exported model write a text."""
     if config.predict is not None:
         return predict(config, config.predict)
     measure = make_measure(config.measure)

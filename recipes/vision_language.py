@@ -96,8 +96,8 @@ def small_vision_model(max_length: int, attention: str) -> tuple[PreTrainedModel
 
 
 def freeze_idle(model: PreTrainedModel) -> None:
-    """Freezes weights of the part that sees images which get no gradient but rounding: the key biases, and the last
-    weights, if the model takes an earlier layer, as LLaVA does."""
+    """Freezes the weights of the vision encoder whose gradient is zero or only rounding errors: the key biases, and the
+    last weights, if the model uses the output of an earlier layer, as LLaVA does."""
     tower = model.get_encoder(modality="image")
     freeze_key_biases(tower)
     chosen = getattr(model.config, "vision_feature_layer", None)
@@ -115,7 +115,7 @@ def freeze_idle(model: PreTrainedModel) -> None:
 
 def freeze_named(model: nn.Module, words: str) -> None:
     """Freezes the weights that have one of these words, separated by commas, in their name. Raises UsageError for a
-    word that is in none, or if nothing is left to train."""
+    word that is in no name, or if nothing is left to train."""
     weights = {name.removeprefix("base_model.model."): weight for name, weight in model.named_parameters()}  # PEFT's
     for word in filter(None, map(str.strip, words.split(","))):
         found = [name for name in weights if word in name]
@@ -134,7 +134,7 @@ def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 def build(config: Config) -> tuple[nn.Module, VisionEncoder]:
-    """Returns (model that returns losses, what makes its batches). Raises UsageError for flags or a path that cannot be
+    """Returns (model that returns losses, encoder of its batches). Raises UsageError for flags or a path that cannot be
     used."""
     model, processor = load_chat_model(config, small_vision_model, KIND)
     encoder = VisionEncoder(processor, model.config.image_token_id, config.max_length)
@@ -146,7 +146,7 @@ def build(config: Config) -> tuple[nn.Module, VisionEncoder]:
 
 
 def main(config: Config) -> Any:
-    """Trains. Returns what the main process does alone afterwards: let the exported model answer held-out questions."""
+    """Trains. Returns a function that only the main process calls afterwards: it answers held-out questions."""
     accelerator = start(config)
     model, encoder = build(config)
     sources = Sources(

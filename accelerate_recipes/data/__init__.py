@@ -1,4 +1,4 @@
-"""accelerate-recipes data: what a model gets of the data, before anything is trained."""
+"""accelerate-recipes data: what a model gets from the data, before anything is trained."""
 
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +19,7 @@ def data(
     output: Annotated[Path | None, typer.Option(help="an HTML page, with the images")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what the model gets of the data: sizes, lengths, what is left out, the first samples. Trains nothing.
+    """Show what the model gets from the data: sizes, lengths, what is left out, the first samples. Trains nothing.
 
     Example: accelerate-recipes data recipes/finetune.py --output data.html -- --data chats.jsonl
     """

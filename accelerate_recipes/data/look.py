@@ -1,4 +1,4 @@
-"""What a model gets of the data, as JSON. `look` runs in the process of a recipe, at its call of `fit`."""
+"""What a model gets from the data, as JSON. `look` runs in the process of a recipe, at its call of `fit`."""
 
 import base64
 import io
@@ -19,7 +19,7 @@ from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.seeds import seed_sample
 from accelerate_recipes.common.step.setup import Setup
 
-IGNORED = -100  # what losses of torch leave out
+IGNORED = -100  # a label that torch's losses ignore
 SECONDS = 5.0  # for looking at many samples
 MOST_LOOKED_AT = 2000
 NUM_BARS = 10
@@ -27,12 +27,12 @@ MOST_NAMED = 20  # values of a number
 SMALL, LARGE = 96, 256  # pixels a side of a shown image
 COLOURS = (1, 3)  # channels of an image
 MOST_COLUMNS = 4  # texts of a sample side by side
-# Tensors of whole numbers that are no tokens.
+# Tensors of whole numbers that are not tokens.
 BESIDE_TOKENS = {"labels", "text_ids", "attention_mask", "positions", "position_ids", "places", "token_type_ids"}
 
 
 def look(number: int, *arguments: Any, **options: Any) -> dict[str, Any]:
-    """Takes the arguments of `fit`. Returns facts about the data, and so many samples of the first step."""
+    """Takes the arguments of `fit`. Returns facts about the data, and `number` samples of the first step."""
     accelerator, model, optimizer, forward_step, own, eval_set, config = arguments  # without the collate function
     named = eval_set if isinstance(eval_set, Mapping) else {"": eval_set}
     sources = {"training": own} | {f"evaluation {name}".strip(): part for name, part in named.items()}
@@ -78,7 +78,7 @@ def _raw(dataset: Any, index: int) -> dict[str, Any]:
     seed_sample(0, 0, index)
     try:
         sample = dataset[index]
-    except Exception:  # a dataset that has batches alone
+    except Exception:  # a dataset that only has batches
         return {}
     return sample if isinstance(sample, dict) else {}
 
@@ -177,7 +177,7 @@ def _runs(
         if labels is not None and len(labels) == len(tokens):
             known = labels[start:end] != IGNORED
             is_shifted = _is_shifted(ids, labels[start:end])
-            if is_shifted and known[-1]:  # the last label is no token of the block
+            if is_shifted and known[-1]:  # the last label is not a token of the block
                 ids, trained = torch.cat([ids, labels[end - 1 : end]]), [*trained, False]
             for place in known.nonzero().flatten().tolist():
                 trained[place + is_shifted] = True
@@ -190,7 +190,7 @@ def _runs(
 
 
 def _column(value: Any, number: int, length: int) -> Tensor | None:
-    """A column of a tensor beside the tokens."""
+    """A column of a tensor that belongs to the tokens."""
     if not isinstance(value, Tensor) or value.ndim == 0:
         return None
     columns = value.view(len(value), -1)
@@ -209,7 +209,7 @@ def _decode(ids: Iterable[int], tokenizer: Any) -> str:
 
 
 def _visible(text: str) -> str:
-    """A text for a terminal: what would control it is written as in Python, \\x03 for the end of a text."""
+    """A text for a terminal: control characters are written as in Python, such as \\x03 for the end of a text."""
     return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
 
 

@@ -20,7 +20,7 @@ def check(
     config: Annotated[Path | None, typer.Argument(help="a config file of Accelerate")] = None,
     recipe: Annotated[Path | None, typer.Argument(help="the recipe to run with it")] = None,
     flags: Flags = None,
-    fix: Annotated[bool, typer.Option("--fix", help="write a corrected copy of the config beside it")] = False,
+    fix: Annotated[bool, typer.Option("--fix", help="write a corrected copy next to the config")] = False,
     as_json: AsJson = False,
 ) -> int:
     """Check this machine, a config, and whether a recipe runs with it. Exit code 1 with findings.
@@ -78,7 +78,7 @@ def _existing(path: Path | None, find: Callable[[str], Path]) -> Path | None:
 
 def _print(found: list[Finding], made: list[Finding], copy: Path | None) -> None:
     if copy is not None:
-        print(f"wrote {copy}, without comments" if made else "nothing that --fix could change")
+        print(f"wrote {copy}, without comments" if made else "nothing for --fix to change")
         for finding in made:
             print(f"\n{finding.what}\n  why   {finding.why}\n  done  {'; '.join(words(finding.edits))}")
             if finding.by_hand:

@@ -1,5 +1,5 @@
-"""What doctor finds in a config, and in a recipe under it: what rules say, and what a run would refuse, by the loop's
-own checks, called under the variables that `accelerate launch` would set.
+"""What doctor finds in a config, and in a recipe under it: by its rules, and by the loop's own checks of what a run
+would refuse, called under the variables that `accelerate launch` would set.
 
 `refusals` runs in the process of a recipe; without a recipe, in this one.
 """
@@ -51,7 +51,7 @@ def ask(config: Config, script: Path | None, flags: Sequence[str]) -> Answer:
 
     alone = RunConfig(pipeline_stages=2 if config.path.stem in PIPELINES else 1)
     try:
-        with without_ranks(), redirect_stderr(io.StringIO()):  # the launcher says which defaults it takes
+        with without_ranks(), redirect_stderr(io.StringIO()):  # the launcher prints which defaults it takes
             return refusals_of(None, alone, *question)
     except Exception as error:  # a word in place of a number, for example
         line = f"{type(error).__name__}: {first_line(error)}"
@@ -62,13 +62,13 @@ def refusals(question: list[Any], *arguments: Any, **options: Any) -> Answer:
     """What a run under the config would refuse. Takes the arguments of `fit`."""
     try:
         setup = of_any_size(*arguments, **options)
-    except UsageError as error:  # what else is wrong cannot be asked
+    except UsageError as error:  # other mistakes cannot be found
         return {"refusals": [error], "of_the_launcher": [], "facts": {}}
     return refusals_of(setup, arguments[-1], *question)
 
 
 def of_any_size(*arguments: Any, **options: Any) -> "Setup":
-    """What `fit` is given, with steps of one sample: any layout divides it. Raises UsageError if none trains it."""
+    """The arguments of `fit`, with steps of one sample: any layout divides it. Raises UsageError if none trains it."""
     from accelerate_recipes.common.step.lazy import with_sizes
     from accelerate_recipes.common.step.refusals import check_given
     from accelerate_recipes.common.step.setup import Setup
@@ -112,7 +112,7 @@ def refusals_of(
             try:
                 plan = setup.plan.under(config, layout)
                 facts |= {"micro_batch_size": plan.micro_batch_size}
-            except UsageError as error:  # what else is wrong shows with a batch that divides
+            except UsageError as error:  # other mistakes show with a batch that divides
                 found.append(error)
                 divides = {"batch_size": layout.data_parallel_size * layout.pp, "micro_batch_size": None}
                 plan = setup.plan.under(replace(config, **divides), layout)
@@ -126,7 +126,7 @@ def refusals_of(
 
 
 def _launched(path: Path, likely: list[str]) -> tuple[dict[str, str] | None, list[str]]:
-    """The launcher's variables, and what it refuses. What else is wrong with a file shows with likely flags."""
+    """The launcher's variables, and what it refuses. With likely flags, other mistakes in a file show, too."""
     refused: list[str] = []
     for flags in ([], likely):
         try:
@@ -184,7 +184,7 @@ def remove_variables() -> None:
 
 
 def refusal_of(line: str) -> Finding:
-    """What the launcher refuses, and no rule."""
+    """The finding for a refusal of the launcher that no rule covers."""
     cure = "what the file lacks"
     if variable := re.search(r"\$\{?\w+\}?", line):
         cure = by_hand("machine_rank", variable[0])  # the only number that no rule reads

@@ -1,4 +1,4 @@
-"""A config file of Accelerate, as the rules see it: what `accelerate launch` makes of its values."""
+"""A config file of Accelerate, as the rules see it: how `accelerate launch` reads its values."""
 
 from collections.abc import Iterable
 from copy import deepcopy
@@ -81,7 +81,7 @@ class Config:
         return {_full(name, key): given[key] for key in given} if isinstance(given, dict) else {}
 
     def edited(self, edits: Iterable[Edit]) -> dict[str, Any]:
-        """The values after edits. A section that becomes empty goes."""
+        """The values after edits. A section that becomes empty is removed."""
         values = deepcopy(self.values)
         for edit in edits:
             if edit.section and not isinstance(values.get(edit.section), dict):
@@ -113,5 +113,5 @@ def is_count(value: Any) -> bool:
 
 
 def is_true(value: Any) -> bool:
-    """Whether Accelerate takes this for true."""
+    """Whether Accelerate takes this as true."""
     return str(value).lower() in ("true", "1", "yes", "y", "t", "on")

@@ -12,12 +12,12 @@ Rule = Callable[..., Iterator["Finding"]]
 
 
 class Finding:
-    """Something that makes a run fail, or makes it another run than the one that was asked for."""
+    """Something that makes a run fail, or makes it a different run from the one that was asked for."""
 
     def __init__(self, what: str, why: str, *cure: Edit | str):
         self.what, self.why = what, why  # what is wrong, with the given value; what happens because of it
-        # `doctor --fix` makes them. They end the finding. Where the file runs, they keep what it runs, or do what a key
-        # evidently asks for.
+        # `doctor --fix` makes them. They resolve the finding. If the file works, they keep what it runs, or do what a
+        # key evidently asks for.
         self.edits = [part for part in cure if isinstance(part, Edit)]
         self.by_hand = "; ".join(part for part in cure if isinstance(part, str))  # what else to type, or instead
 

@@ -15,7 +15,7 @@ from accelerate_recipes.paths import check_new_file, write_file
 
 
 def path_of_copy(path: Path) -> Path:
-    """The path of the copy beside the file: c.fixed.yaml for c.yaml. Raises UsageError if it exists, or cannot."""
+    """The path of the copy next to the file: c.fixed.yaml for c.yaml. Raises UsageError if it exists, or cannot."""
     copy = path.with_name(f"{path.stem}.fixed{path.suffix}")
     if copy.exists():
         raise UsageError(f"{copy} exists: remove it, or use its name to look at it")
@@ -31,8 +31,8 @@ def write(config: Config) -> None:
 
 
 def fixed(config: Config, look: Callable[[Config], Iterable[Finding]]) -> tuple[Config, list[Finding], list[Finding]]:
-    """Makes one edit after the other, in a copy, until no finding has any. `look`: the findings of a config; the first
-    come without a look at the rest.
+    """Makes one edit after the other, in a copy, until no finding has any. `look`: returns the findings of a config one
+    by one; the first ones are fast.
 
     Returns:
         The fixed config, the findings whose edits were made, and those that are left to the user.

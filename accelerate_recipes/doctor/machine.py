@@ -67,12 +67,12 @@ class Machine:
 
 
 def look() -> Machine:
-    """The facts of this machine. Takes about 0.1 s, or the time to import torch if there is a driver of a GPU."""
+    """The facts of this machine. Takes about 0.1 s, or the time to import torch if there is a GPU driver."""
     memory, free_memory = _memory()
     gpus, why_no_gpu = _gpus()
     default_config = folders()["HF_HOME"] / "accelerate/default_config.yaml"  # that `accelerate launch` reads
     default_values: dict[str, Any] = {}
-    with suppress(UsageError):  # there is none, or it is none
+    with suppress(UsageError):  # there is no such file, or it is not a config
         default_values = mapping_in(default_config)
     shared, (open_files, _) = Path("/dev/shm"), resource.getrlimit(resource.RLIMIT_NOFILE)
     return Machine(

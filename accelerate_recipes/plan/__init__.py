@@ -32,14 +32,14 @@ def plan(
         list[str] | None, typer.Option("--set", help="KEY=VALUE for the config, such as mixed_precision=bf16")
     ] = None,
     gpu: Annotated[str, typer.Option(help="a name in hardware.json: h100, h200, a100, ...")] = "h100",
-    memory: Annotated[float | None, typer.Option(help="memory of a GPU in GB (default: the GPU's)")] = None,
+    memory: Annotated[float | None, typer.Option(help="memory per GPU in GB (default: the GPU's)")] = None,
     hardware: Annotated[Path | None, typer.Option(help="JSON file with the rates of your machines")] = None,
     scaling: Annotated[bool, typer.Option("--scaling", help="also with more GPUs, up to 8,192")] = False,
     page: Annotated[Path | None, typer.Option("--plot", help="with --scaling: an HTML page with the curves")] = None,
     hours: Annotated[float | None, typer.Option(help="name the cheapest that ends within this many hours")] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Say what a run will take on a cluster: batch, memory, traffic, time. Exit code 1 if it does not fit.
+    """Estimate what a run will take on a cluster: batch, memory, traffic, time. Exit code 1 if it does not fit.
 
     Example: accelerate-recipes plan recipes/transformer.py --config fsdp2 --num_processes 2 --gpu h100
     """

@@ -35,7 +35,7 @@ class Case:
     kind: int | None = None  # the first case of its kind that fits is enough; None: an answer is needed
 
     def write(self, folder: Path) -> tuple[Path, dict[str, int]]:
-        """(a config file for this case, what it changes beside the number of processes). Raises UsageError."""
+        """(a config file for this case, what it changes besides the number of processes). Raises UsageError."""
         content = mapping_in(self.config)
         number = self.num_processes or content.get("num_processes") or 1
         machines = self.num_machines or content.get("num_machines") or 1
@@ -131,7 +131,7 @@ def _peak(run: RunFacts, gpu: Gpu) -> float:
 
 
 def _seconds_of_step(run: RunFacts, step: StepFacts, gpu: Gpu, num_processes: int) -> tuple[float, float]:
-    """(time, part of it in which the process waits) with so many processes, each with as many samples as in the run."""
+    """(time, part in which the process waits) with this many processes, each with as many samples as in the run."""
     before, per_machine = run.num_processes, run.per_machine
     if num_processes > before and run.num_machines == 1:
         per_machine = max(per_machine, PER_MACHINE)
@@ -142,7 +142,7 @@ def _seconds_of_step(run: RunFacts, step: StepFacts, gpu: Gpu, num_processes: in
 
 
 def _speed(run: RunFacts, step: StepFacts, gpu: Gpu, num_processes: int) -> Speed:
-    """The speed with so many processes, each with as many samples as in the run."""
+    """The speed with this many processes, each with as many samples as in the run."""
     seconds, waits = _seconds_of_step(run, step, gpu, num_processes)
     samples = run.batch_size * num_processes / run.num_processes / seconds
     per_gpu = samples / num_processes
@@ -188,7 +188,7 @@ def alternatives(
 
 
 def larger(case: Case, plan: Estimate, script: Path, flags: Sequence[str], gpu: Gpu) -> list[tuple[str, Estimate]]:
-    """The largest micro-batch that fits, as `alternatives`; empty if the case's own is the largest."""
+    """The largest micro-batch that fits, like `alternatives`; empty if the case's own is the largest."""
     run = plan.run
     sizes = [run.micro_batch_size * 2**power for power in range(run.accumulation.bit_length() - 1, 0, -1)]
     cases = _of_sizes(case, sizes, run.micro_batch_size * run.accumulation)

@@ -109,7 +109,7 @@ class NoPlan:
 
 @dataclass(frozen=True)
 class Speed:
-    """How long a run takes on so many processes."""
+    """How long a run takes on this many processes."""
 
     num_processes: int
     seconds: float  # of a step

@@ -42,7 +42,7 @@ class Gpu:
         return self.flops_16 if is_16 else self.flops_tf32 if tf32 else self.flops_32
 
     def seconds(self, flops: float, moved: int, is_16: bool, tf32: bool) -> float:
-        """Time of an operation that moves so many bytes: the roofline (Williams et al. 2009), and at least the time to
+        """Time of an operation that moves these bytes: the roofline (Williams et al. 2009), and at least the time to
         start it. `is_16`: whether it computes in bf16 or fp16; `tf32`: whether float32 products use TF32."""
         return max(flops / (self.peak(is_16, tf32) * self.flops), moved / (self.memory_rate * self.memory), self.launch)
 
@@ -60,7 +60,7 @@ def read(name: str, memory_gb: float | None = None, table: Path | None = None) -
         gpus, reached = content["gpus"], content["reached"]
         row = gpus.get(name.lower().replace(" ", ""))
         if row is None:
-            raise UsageError(f"--gpu {name}: use one of {', '.join(gpus)}, or --hardware with a JSON file of your own")
+            raise UsageError(f"--gpu {name}: use one of {', '.join(gpus)}, or --hardware with your own JSON file")
         rates = {key: value for key, value in row.items() if key != "source"}
         shares = {key: value for key, value in reached.items() if key != "about"}
         shares |= {f"reached_{key}": shares.pop(key) for key in ("link", "network")}
@@ -68,6 +68,6 @@ def read(name: str, memory_gb: float | None = None, table: Path | None = None) -
         for key, value in (rates | shares).items():
             check_number(float(value), f"--hardware {table}: {key}")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise UsageError(f"--hardware {table} has another form than {TABLE}: copy that file and change it") from None
-    check_number(memory_gb, "--memory", gpu.reserved_gb, ": so many GB of a GPU are not for tensors")
+        raise UsageError(f"--hardware {table} is not in the form of {TABLE}: copy that file and change it") from None
+    check_number(memory_gb, "--memory", gpu.reserved_gb, ", the GB of a GPU that are not for tensors")
     return gpu if memory_gb is None else replace(gpu, memory_gb=memory_gb)

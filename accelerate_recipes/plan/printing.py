@@ -20,7 +20,7 @@ def why_not(answer: NoPlan) -> str:
 
 
 def show_one(plan: Estimate, gpu: Gpu) -> None:
-    """Prints all about a plan."""
+    """Prints all facts about a plan."""
     run, step, speed = plan.run, plan.step, plan.speed
     tokens = f", {per_gpu:,.4g} tokens/s per GPU" if (per_gpu := speed.tokens_per_second_per_gpu) else ""
     accumulated = f" × {run.accumulation} accumulated" * (run.accumulation > 1)
@@ -63,7 +63,7 @@ def show_fitting(near: Sequence[tuple[str, Estimate]], name: str) -> None:
     advice = "; or ".join(
         f"{text} ({in_bytes(plan.step.peak)}, {_seconds(plan.speed.seconds)} a step)" for text, plan in near
     )
-    print(f"{name:<14}{advice or 'nothing that was tried: use more GPUs, or a smaller model'}")
+    print(f"{name:<14}{advice or 'nothing that was tried fits: use more GPUs, or a smaller model'}")
 
 
 def show_several(plans: Sequence[Estimate | NoPlan]) -> None:

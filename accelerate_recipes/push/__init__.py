@@ -49,7 +49,7 @@ def push(
 
 
 def check_name(name: str) -> None:
-    """Raises UsageError if it shows without a network that nothing can be uploaded to the repository `name`."""
+    """Raises UsageError if it is clear without the network that nothing can be uploaded to the repository `name`."""
     from huggingface_hub import get_token, is_offline_mode
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -58,7 +58,7 @@ def check_name(name: str) -> None:
         validate_repo_id(name)
     except HFValidationError:
         raise UsageError(
-            f"{name}: no name of a repository: use your_name/model, with letters, digits, - _ and ."
+            f"{name}: not the name of a repository: use your_name/model, with letters, digits, - _ and ."
         ) from None
     if is_offline_mode():
         raise UsageError("HF_HUB_OFFLINE forbids an upload: unset the variable")

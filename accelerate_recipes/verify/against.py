@@ -65,7 +65,7 @@ def run(script: Path, certificate: Path, as_json: bool) -> int:
             now = _recipe(script, flags, Path(scratch) / "single")
         now = Trace.of_record(now.to_record(with_weights=bool(then.weights)))
     if then.facts.get("weights") and not then.weights:
-        print(f"{certificate} has other sums of weights, which are not compared: make it again", file=sys.stderr)
+        print(f"{certificate} has different sums of weights, which are not compared: make it again", file=sys.stderr)
     floor = {"weights": 0.0} | then.facts.get("floor", {})
     floor["weights"] = max(floor["weights"], TOLERANCE)  # 16 sums say little of how far a weight is
     found = compared(now, then, floor, RECORD)

@@ -26,19 +26,19 @@ def likely_cause(difference: Difference, found_by_check: str | None, said: Seque
 
 
 def likely_cause_of_script(run: Trace, reference: Trace, difference: Difference) -> str:
-    """The same of a script on plain Accelerate."""
+    """The same for a script on plain Accelerate."""
     unknown = "none found: samples, learning rates and parts of each step agree"
     return next(chain(_causes_in_the_loader(run, reference, difference), _causes_in_the_step(run)), unknown)
 
 
 def _causes_in_the_loader(run: Trace, reference: Trace, difference: Difference) -> Iterator[str]:
-    """What else than one process the processes read or schedule; the likeliest first."""
+    """How the processes read or schedule differently from one process; the likeliest first."""
     facts, size, at = run.facts, run.facts["processes"], difference.first_step or 1
     if facts["num_processes"] != size or facts["distributed_type"] == "NO":
         yield f"the {size} processes train alone: Accelerate runs {facts['distributed_type']} in each"
     rows = [each.facts["gathered"] for each in (run, reference)]
     if difference.first_step is None and difference.tensor is None and rows[0] != rows[1]:
-        why = "gather keeps what fills up the last batch; call gather_for_metrics"
+        why = "gather keeps the padding of the last batch; call gather_for_metrics"
         if not facts["filled"]:
             why = (
                 "each process evaluates all samples, or repeats its loss as for a whole batch (loss.repeat); a mean "
@@ -90,7 +90,7 @@ def _causes_in_the_step(run: Trace) -> Iterator[str]:
     if step := facts["parts_at"]:
         yield (
             f"the processes have different weights after step {step}: gradients are not averaged in each step (local "
-            "steps, no_sync, a backward pass beside the prepared model)"
+            "steps, no_sync, a backward pass outside the prepared model)"
         )
     if source := facts["data_draw"]:
         yield (

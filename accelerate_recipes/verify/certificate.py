@@ -29,17 +29,17 @@ class Row:
     difference: Difference | None = None  # from the reference
     refusal: str | None = None  # the line with which the recipe refused the config
     failure: str | None = None  # why the run failed
-    note: str = ""  # what else there is to say
+    note: str = ""  # additional information
     checked_steps: int = 0  # how many of its first steps the run itself compared with one process
 
     @property
     def found_by_check(self) -> bool:
-        """Whether the run ended itself, because its own check found another result than that of one process."""
+        """Whether the run ended itself, because its own check found a difference from one process."""
         return self.refusal is not None and CHECKED in self.refusal
 
     @property
     def is_bad(self) -> bool:
-        """Whether the run speaks against one result: it differs, or it failed. What is not supported does not."""
+        """Whether the run contradicts a single result: it differs, or it failed. An unsupported run does not."""
         differs = self.difference is not None and not self.difference.is_same
         return differs or self.found_by_check or self.failure is not None
 
@@ -73,7 +73,7 @@ class Row:
 class Certificate:
     """The runs of a script: prints a row for each as it comes, since a run takes seconds, and writes all at the end."""
 
-    folder: Path  # this and what follows to `configs`: those of the command
+    folder: Path  # this and the fields down to `configs`: as in the command
     script: Path
     flags: list[str]
     steps: int

@@ -62,15 +62,15 @@ class Origin:
 
 
 def run(script: Path, flags: list[str], checkpoint: Path, configs: list[str] | None, as_json: bool) -> int:
-    """Resumes a run in a folder of its own, under each config, and ends it when its first steps are checked. The
+    """Resumes a run in a separate folder, under each config, and ends it when its first steps are checked. The
     checkpoint and the output folder of the run are only read.
 
     Args:
-        flags: beside those of the run.
-        configs: names or paths of configs; None: that of the run, or of a run in one process all.
+        flags: in addition to those of the run.
+        configs: names or paths of configs; None: the run's config, or all configs if it was a run in one process.
 
     Returns:
-        the exit code: 0 if no config gives another result than one process, otherwise 1.
+        the exit code: 0 if each config gives the result of one process, otherwise 1.
 
     Raises:
         UsageError: no such recipe or checkpoint, or nothing could be checked.

@@ -20,7 +20,7 @@ from accelerate_recipes.common.weights.on_disk import WeightFiles
 Point = tuple[int | None, str]  # (step, name of a value), or (None, name of a tensor after the last step)
 # {key: how far rounding errors move it}, or {name of a value, or "weights": the same for all steps or tensors}
 Floor = Mapping[Any, float]
-# What a record keeps of each weight: 16 sums, so that the file stays small. Sums of other signs have another name.
+# What a record keeps of each weight: 16 sums, so that the file stays small. Sums with other signs get another name.
 SKETCH, SUMS = "count sketch, 16 sums", 16
 
 
@@ -43,13 +43,13 @@ class Trace:
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> "Trace":
-        """Reads what `to_record` returned, without weights that another sketch summed."""
+        """Reads the result of `to_record`, without weights that were summed by a different sketch."""
         sums = record.get("weights", {}) if record.get("sketch") == SKETCH else {}
         weights = {name: torch.tensor(each, dtype=torch.float64) for name, each in sums.items()}
         return cls(_values(record["records"]), weights, record)
 
     def to_record(self, with_weights: bool = False) -> dict[str, Any]:
-        """What is kept of the run, for JSON; sample ids and gathered rows are not."""
+        """The part of the run that is kept, for JSON, without sample ids and gathered rows."""
         records: dict[int, dict[str, Any]] = {}
         for (step, name), value in self.values.items():
             if _is_kept(name):
@@ -72,7 +72,7 @@ def _is_kept(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Compared:
-    """A value of a run beside that of its reference, or a tensor."""
+    """A value or a tensor of a run, next to that of its reference."""
 
     step: int | None  # as in `Point`
     name: str
@@ -142,7 +142,7 @@ def compare(
 def compared(
     trace: Trace, reference: Trace, floor: Floor | None = None, tolerances: Mapping[str, float] | None = None
 ) -> list[Compared]:
-    """What two runs have beside each other, step by step, and then the weights.
+    """The values of two runs next to each other, step by step, and then the weights.
 
     Args:
         floor: how far rounding errors move the reference. It counts if the run starts like the reference: random
@@ -169,7 +169,7 @@ def compared(
 
 def noise_floor(moved: Trace, reference: Trace) -> dict[Point, float]:
     """How far each value is up to its step, and each tensor, from the reference in a run that differs by rounding
-    errors. Empty if the run starts otherwise: then more than rounding is different."""
+    errors. Empty if the run starts differently: then more than rounding is different."""
     sizes, largest = _sizes(moved, reference), dict[str, float]()
     if not _starts_alike(sizes):
         return {}
@@ -215,7 +215,7 @@ def relative(value: Any, expected: Any) -> float:
 
 
 def distances(weights: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, float]:
-    """{name: ‖w − w₀‖ / ‖w₀‖}, 0 only for equal tensors; infinite where one lacks it or has another shape or type."""
+    """{name: ‖w − w₀‖ / ‖w₀‖}, 0 only for equal tensors; infinite where one lacks it or differs in shape or type."""
     found = dict.fromkeys([*reference, *weights], math.inf)
     for name in weights.keys() & reference.keys():
         weight, expected = weights[name], reference[name]

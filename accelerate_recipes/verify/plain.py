@@ -35,8 +35,8 @@ class FailedError(UsageError):
 def verify_watched(script: Path, flags: list[str], steps: int, folder: Path, as_json: bool, splits: bool) -> int:
     """Runs the script on one process and under DDP, compares them and writes the certificate; returns the exit code.
 
-    If they differ, one process runs twice more, once with weights that start one rounding error away: what differs no
-    more than ten times as far is noise. Raises UsageError for no such script, or one that takes no steps or fails.
+    If they differ, one process runs twice more, once with weights that start one rounding error away: a difference up
+    to ten times as large is noise. Raises UsageError for no such script, or one that takes no steps or fails.
 
     Args:
         script: its path, or the name of a module.

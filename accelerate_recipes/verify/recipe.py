@@ -44,7 +44,7 @@ class _Verification:
     floors: list[dict[Point, float]] = field(default_factory=list)  # of one process with other micro-batches
     found_by_check: str | None = None  # the likely cause that a run named
     said: list[str] = field(default_factory=list)  # what runs say their results depend on
-    gap: str | None = "no run had other micro-batches"
+    gap: str | None = "no run had different micro-batches"
 
     def verify_all(self, configs: list[Path]) -> None:
         """Makes all runs, and adds a row to the table for each. "single" is the reference."""
@@ -85,7 +85,7 @@ class _Verification:
         return likely_cause(self.first_difference, self.found_by_check, self.said)
 
     def _other_micro_batches(self, name: str, launch: Launch, folder: Path, parts: int) -> None:
-        """Runs with another `--micro_batch_size` than the run that `launch` made, if possible in so many parts."""
+        """Runs with a different `--micro_batch_size` from the run of `launch`, if possible in `parts` parts."""
         card = Finished(self.scratch / launch.config.stem).card
         size, share = card["micro_batch_size"], card["micro_batch_size"] * card["gradient_accumulation_steps"]
         others = [other for other in range(1, share + 1) if share % other == 0 and other != size]
@@ -120,7 +120,7 @@ class _Verification:
         undisturbed = Finished(self.scratch / launch.config.stem)
         try:
             step, resumed = launch.run_killed(self.scratch / "killed", self.steps)
-        except UsageError as error:  # it must not cost the rows before
+        except UsageError as error:  # the earlier rows must not be lost
             self.certificate.add(Row(f"{launch.config.stem}, killed", None, note=f"not killed: {error}"))
             return
         self._add(f"{launch.config.stem}, killed at step {step}, resumed", resumed, undisturbed)

@@ -29,12 +29,12 @@ LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_po
 
 
 def recording(steps: int) -> list[str]:
-    """The flags of a run whose steps are compared: so many, each with a record, and two evaluations."""
+    """The flags of a run whose `steps` are compared, each with a record, and with two evaluations."""
     return ["--max_steps", str(steps), "--log_every", "1", "--eval_every", str(max(1, steps // 2))]
 
 
 def chosen_configs(names: list[str] | None) -> list[Path]:
-    """The configs of these names or paths; None: all. Raises UsageError for one that is none."""
+    """The configs of these names or paths; None: all. Raises UsageError for an unknown one."""
     paths = [find_config(name) for name in names or CONFIGS]
     for path in paths:
         if not is_count(mapping_in(path).get("num_processes")):
@@ -156,7 +156,7 @@ def _finished(folder: Path, exit_code: int, output: str) -> Finished:
 
 
 def _tree(pid: int) -> list[psutil.Process]:
-    """A launcher and all its processes; torchrun starts each in a session of its own."""
+    """A launcher and all its processes; torchrun starts each in its own session."""
     try:
         parent = psutil.Process(pid)
         return [*parent.children(recursive=True), parent]

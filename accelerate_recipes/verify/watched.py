@@ -37,7 +37,7 @@ class Watcher:
     """What one process does, step by step."""
 
     folder: Path  # for the records of each process, and the weights of the first one
-    num_steps: int  # the script takes so many optimizer steps, and then one evaluation
+    num_steps: int  # the script takes this many optimizer steps, and then one evaluation
     moves: bool  # whether the weights start one rounding error away
     splits: bool  # whether loaders divide each batch, in an order that a seed gives (`--split_batches`)
     facts: dict[str, Any] = field(default_factory=lambda: dict(FACTS))
@@ -52,7 +52,7 @@ class Watcher:
     is_inside: bool = False  # a prepared loader, which reads ahead from a loader of torch
     is_over: bool = False  # all steps are taken
     is_gathering: bool = False
-    fills: list[int] = field(default_factory=list)  # rows of each gathered tensor that fill up a last batch
+    fills: list[int] = field(default_factory=list)  # rows of each gathered tensor that pad a last batch
     slicing: ExitStack = field(default_factory=ExitStack)  # while it is open, `_cut` sees what the script indexes
     newest_loader: Any = None  # the prepared one that gave the last batch
     training_loaders: list[Any] = field(default_factory=list)
@@ -188,7 +188,7 @@ class Watcher:
 
     def _gather(self, original: Callable[..., Any], accelerator: Accelerator, *arguments: Any, **options: Any) -> Any:
         """Counts the rows that an evaluation gathers."""
-        outermost, self.is_gathering = not self.is_gathering, True  # one calls the other
+        outermost, self.is_gathering = not self.is_gathering, True  # one of them calls the other
         result = original(accelerator, *arguments, **options)
         self.is_gathering = not outermost
         is_evaluation = self.newest_loader is not None and self.newest_loader not in self.training_loaders
@@ -203,15 +203,15 @@ class Watcher:
         return result
 
     def _cut(self, tensor: torch.Tensor, key: Any, result: torch.Tensor) -> None:
-        """Leaves out of the count what the script itself cuts off: the rows that fill up a last batch."""
+        """Does not count the rows that the script itself cuts off: the padding of a last batch."""
         is_slice = self.fills and isinstance(key[0] if isinstance(key, tuple) and key else key, slice)
         if is_slice and (number := len(tensor) - len(result)) in self.fills:
             self.fills.remove(number)
             self.facts["gathered"] -= number
 
     def _dataset(self, loader: Any) -> Any:
-        """A script that asks a loader for its dataset at the end of an evaluation cuts off, by its length, what fills
-        up the last batch: maybe from arrays or texts, which nobody here sees."""
+        """A script that asks a loader for its dataset at the end of an evaluation cuts off the padding of a last batch
+        by its length: perhaps from arrays or texts, which are not visible here."""
         caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
         if self.fills and loader not in self.training_loaders and caller not in ("torch", "accelerate"):
             self.facts["gathered"] -= sum(self.fills)
@@ -219,7 +219,7 @@ class Watcher:
         return loader.base_dataloader.dataset
 
     def _save(self, original: Callable[..., Any], accelerator: Accelerator, *arguments: Any, **options: Any) -> None:
-        """A look at a script does not write into its folders."""
+        """Saves nothing: a watched script must not write into its folders."""
         if self.is_over:
             self.end()
 
@@ -306,8 +306,8 @@ def _drawn_by(loader: Any, ids: list[int]) -> str | None:
             after = generator_states(CPU)
         with restore_generators(CPU):
             if not _equal(first, fetch(ids)):
-                return "a generator of its own"
-    except Exception:  # a look must not end the script
+                return "its own generator"
+    except Exception:  # watching must not end the script
         return None
     return None if after == before else "the generators that set_seed seeds"
 

@@ -22,13 +22,13 @@ class NotChecked(Exception):
 
 @dataclass
 class Changes:
-    """What the `with` block of `kept` changed beside weights, buffers and the optimizer."""
+    """What the `with` block of `kept` changed besides weights, buffers and the optimizer."""
 
-    # Of variables, attributes and tensors that the recipe's functions refer to, and of numbers of layers.
+    # Names of variables, attributes and tensors that the recipe's functions refer to, and of numbers in layers.
     names: list[str] = field(default_factory=list)
-    generators: list[str] = field(default_factory=list)  # that these functions draw from, beside the global ones
-    lost: list[str] = field(default_factory=list)  # iterators that moved on, and large tensors: not to be restored
-    files: list[str] = field(default_factory=list)  # that were opened to be written
+    generators: list[str] = field(default_factory=list)  # that these functions draw from, besides the global ones
+    lost: list[str] = field(default_factory=list)  # iterators that advanced, and large tensors: they cannot be restored
+    files: list[str] = field(default_factory=list)  # that were opened for writing
     # {name of a tensor: (its name, the name of another tensor with the same data)}
     sharing: dict[str, tuple[str, str]] = field(default_factory=dict)
 
@@ -39,14 +39,14 @@ def kept(
 ) -> Iterator[Changes]:
     """Within the `with` block these objects train on the device; afterwards they are restored.
 
-    Tensors that share memory go on sharing it. Afterwards weights, buffers, gradients, optimizer state, flags,
-    attributes, hooks, closures, globals of the recipe and generators are what they were. Raises NotChecked if a weight
+    Tensors that share memory still share it. Afterwards weights, buffers, gradients, optimizer state, flags,
+    attributes, hooks, closures, globals of the recipe and generators are as before. Raises NotChecked if a weight
     cannot be copied, or an object cannot be read.
 
     Args:
         model: whole, on the CPU.
         optimizer: over its weights.
-        functions: of the recipe.
+        functions: the recipe's.
         device: to train on.
     """
     walk, changes = Walk(), Changes()
@@ -89,7 +89,7 @@ def kept(
 @dataclass
 class _Lent:
     """A tensor that the block may change. `elsewhere`: its data on another device, or in other memory, for the block;
-    None: it works with its own, which arrays of NumPy may share. `is_copied`: whether its data are given back."""
+    None: the block uses its own data, which NumPy arrays may share. `is_copied`: whether its data are restored."""
 
     name: str
     tensor: Tensor
@@ -106,10 +106,10 @@ class _Lending:
     """Tensors that the block may change, and copies of their data."""
 
     def __init__(self, tensors: list[tuple[str, Tensor]], trained: int, moving: set[int], device: torch.device):
-        """Copies these tensors' data; those with these ids work on the device. Beside the first `trained` ones it
-        copies `LARGE` bytes."""
+        """Copies these tensors' data; the tensors whose ids are in `moving` work on the device. After the first
+        `trained` ones it copies at most `LARGE` bytes."""
         self.tensors: list[_Lent] = []
-        self._moved: dict[int, torch.UntypedStorage] = {}  # {address of a storage: what stands for it}
+        self._moved: dict[int, torch.UntypedStorage] = {}  # {address of a storage: its replacement}
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}  # (it, its copy)
         room = LARGE
         for number, (name, tensor) in enumerate(tensors):
@@ -136,7 +136,7 @@ class _Lending:
 
     def give_back(self) -> None:
         for storage, before in self._before.values():
-            if not torch.equal(_bytes(storage), _bytes(before)):  # a map of a file may be read alone
+            if not torch.equal(_bytes(storage), _bytes(before)):  # a mapped file may be read-only
                 if storage.nbytes() != before.nbytes():
                     storage.resize_(before.nbytes())
                 storage.copy_(before)
@@ -147,7 +147,7 @@ class _Lending:
                 each.tensor.requires_grad_(each.wants_gradient)
 
 
-_noting: list[list[str]] = []  # lists of files, of which the last one grows
+_noting: list[list[str]] = []  # lists of files; only the last one grows
 
 
 @cache
@@ -157,12 +157,12 @@ def _listen() -> None:
             path = str(given[0])
             _noting[-1] += [path] * (".pyc" not in path and not path.startswith("/dev/"))
 
-    sys.addaudithook(note)  # for good
+    sys.addaudithook(note)  # it cannot be removed
 
 
 @contextmanager
 def _noted_files(files: list[str]) -> Iterator[None]:
-    """Adds to a list the files that Python opens in the `with` block to write them."""
+    """Adds to a list the files that Python opens for writing in the `with` block."""
     _listen()
     _noting.append(files)
     try:

@@ -1,4 +1,4 @@
-"""A world of one process, as `python recipe.py` shows it to the recipe's code, and passes of forward_step there."""
+"""A world of one process, as the recipe's code sees it under `python recipe.py`, and passes of forward_step in it."""
 
 import math
 import re
@@ -23,8 +23,8 @@ from ..step.setup import Setup
 from ..weights.on_disk import with_random_weights
 from .kept import kept
 
-TAKES_SHAPE = re.compile(r"::new_|_like$")  # the name of an operation that does not look at values
-NUM_SAMPLES = 2  # few show what a layer mixes, and what it passes on
+TAKES_SHAPE = re.compile(r"::new_|_like$")  # names of operations that use a tensor's shape, not its values
+NUM_SAMPLES = 2  # few are enough to show what a layer mixes and passes on
 
 Forward = Callable[[nn.Module], Any]
 ALONE = {
@@ -55,7 +55,7 @@ def _group_of_one(accelerator: Accelerator) -> Iterator[None]:
     if not dist.is_initialized():
         yield
         return
-    groups = dist.distributed_c10d._world  # torch 2.14 counts this group, whose number names the next one of all
+    groups = dist.distributed_c10d._world  # torch 2.14 would count this group, and name later ones by the count
     count = groups.group_count
     group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
     groups.group_count = count
@@ -79,7 +79,7 @@ def _noting(accelerator: Accelerator, name: str, answer: Any) -> Callable:
     function = getattr(dist, name)
 
     def asked(group: Any = None) -> Any:
-        if hasattr(accelerator, "note"):  # that of `start`
+        if hasattr(accelerator, "note"):  # the accelerator of `start`
             accelerator.note(f"torch.distributed.{name}")
         return answer if group is None else function(group)
 
@@ -87,7 +87,7 @@ def _noting(accelerator: Accelerator, name: str, answer: Any) -> Callable:
 
 
 def device_for_passes(setup: Setup) -> torch.device:
-    """The device on which the whole model takes passes: the CPU, if a GPU has too little memory for it."""
+    """The device for passes of the whole model: the CPU, if a GPU has too little memory for it."""
     device, num_bytes = setup.accelerator.device, sum(weight.nbytes for weight in setup.model.parameters())
     is_large = device.type != "cpu" and 2 * num_bytes > torch.get_device_module(device).mem_get_info(device)[0]
     return CPU if is_large else device
@@ -96,14 +96,14 @@ def device_for_passes(setup: Setup) -> torch.device:
 @contextmanager
 def passes_alone(setup: Setup) -> Iterator[Forward]:
     """In the `with` block, a function runs `forward_step` with a model, in a world of one process, without a gradient,
-    with the same samples, random numbers and buffers each time. Weights that are still on disk are random ones.
+    with the same samples, random numbers and buffers each time. Weights that are still on disk are random.
     Afterwards the model, and all that `forward_step` refers to, are as they were."""
     device, model = device_for_passes(setup), setup.model
     forward_step, batch = as_numbered_step(setup.forward_step), setup.first_batch(NUM_SAMPLES)
 
     def forward(model: nn.Module) -> Any:
         for buffer, value, version in buffers:
-            if buffer._version > version:  # a pass has moved it on, as a running mean
+            if buffer._version > version:  # a pass has updated it, such as a running mean
                 buffer.copy_(value)
         seed_forward(setup.plan.config.seed, 0, 0, device)
         return forward_step(model, tree_map_only(Tensor, lambda each: each.to(device, copy=True), batch), 0)
@@ -116,16 +116,16 @@ def passes_alone(setup: Setup) -> Iterator[Forward]:
         torch.no_grad(),
     ):
         buffers = [(buffer, buffer.clone(), buffer._version) for buffer in model.buffers()]
-        model.train()  # what draws random numbers shows
+        model.train()  # shows whether layers draw random numbers
         yield forward
 
 
 class OperationTrace(TorchDispatchMode):
-    """Follows what operations compute from some tensors, such as weights.
+    """Traces what operations compute from some tensors, such as weights.
 
     Attributes:
-        origins: {tensor: what it was computed from}; to be filled with those to follow. A caller may end a trail.
-        used: what all that operations got was computed from. A caller may begin anew.
+        origins: {tensor: what it was computed from}; a caller adds the tensors to trace, and may remove others.
+        used: the origins of everything that operations got; a caller may clear it.
     """
 
     def __init__(self) -> None:
@@ -149,12 +149,12 @@ class OperationTrace(TorchDispatchMode):
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         super().__exit__(kind, error, traceback)
-        if error is not None:  # it keeps this object, whose weak references keep a weight from giving back what it lent
+        if error is not None:  # the error keeps this object and its weak references, with which torch swaps no tensors
             self.origins.clear()
 
 
 def is_same(found: Any, expected: Any) -> bool:
-    """Whether two values of passes are the same but for rounding errors, which change less than half of the digits."""
+    """Whether two values of passes are equal up to rounding errors, which change less than half of the digits."""
     if not isinstance(found, Tensor) or not isinstance(expected, Tensor):
         return type(found) is type(expected)
     if found.shape != expected.shape or not found.is_floating_point():

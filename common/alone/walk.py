@@ -22,10 +22,10 @@ from torch import Tensor
 
 from ..package import is_own
 
-LARGE = 2**28  # bytes of the tensors beside model and optimizer that are copied, and of an array
+LARGE = 2**28  # most bytes that are copied of tensors outside model and optimizer, and of an array
 ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 CONTAINERS = (MutableMapping, MutableSequence, MutableSet)
-# Modules of Python whose objects hold what others put there, beside containers.
+# Python's modules whose objects, besides containers, hold what other code puts there.
 OPEN = (
     "_thread",
     "argparse",
@@ -36,9 +36,9 @@ OPEN = (
     "queue",
     "types",
 )
-REGISTRIES = re.compile("_(parameters|buffers|modules|.*_hooks)")  # of a layer: no part of a name
+REGISTRIES = re.compile("_(parameters|buffers|modules|.*_hooks)")  # attributes of a layer that names leave out
 HOOKS_OF_WEIGHTS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-ITSELF = "the value"  # the name of the only part of what has one
+ITSELF = "the value"  # the name of the part of an object that has only one
 
 
 class Entry:
@@ -78,9 +78,9 @@ class Walk:
     """Finds what objects refer to.
 
     Attributes:
-        entries: of what may change.
+        entries: of objects that may change.
         tensors: with their names.
-        iterators: with their names, and whether they have moved on.
+        iterators: with their names, and whether they have advanced.
     """
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Walk:
         self._seen: dict[int, Any] = {}  # keeps the objects, so that no other gets one of these ids
 
     def visit(self, root: Any) -> tuple[int, int]:
-        """Notes all that an object refers to, each under the first name. Returns the numbers of entries and tensors."""
+        """Notes all that an object refers to, by the first name found. Returns the numbers of entries and tensors."""
         waiting = [("", root)]
         while waiting:
             name, value = waiting.pop()
@@ -99,7 +99,7 @@ class Walk:
                 waiting += [(_join(name, key), part) for key, part in self._parts(name, value)]
         return len(self.entries), len(self.tensors)
 
-    def _parts(self, name: str, value: Any) -> list[tuple[Any, Any]]:  # noqa: C901, PLR0911, PLR0912  # a kind a line
+    def _parts(self, name: str, value: Any) -> list[tuple[Any, Any]]:  # noqa: C901, PLR0911, PLR0912  # a kind per line
         if isinstance(value, Tensor):
             self.tensors.append((name, value))
             hooks = self._fields(name, value, HOOKS_OF_WEIGHTS) if value.is_leaf else []
@@ -165,7 +165,7 @@ class Walk:
         return self._note(name, lambda: dict(attributes), partial(_refill, attributes))
 
     def _fields(self, name: str, value: Any, names: Iterable[str] | None = None) -> list[tuple[Any, Any]]:
-        """What only `setattr` can set, in a class, a module, or an object with slots."""
+        """The parts that only `setattr` can set, in a class, a module, or an object with slots."""
 
         def read() -> dict[str, Any]:
             own = [key for key in vars(value) if not key.startswith("__")] if names is None else names
@@ -184,16 +184,16 @@ class Walk:
         def read() -> dict[str, Any]:
             try:
                 return {ITSELF: value.get()}
-            except LookupError:  # nobody has set it
+            except LookupError:  # it is not set yet
                 return {}
 
         if not (found := self._note(name, read, lambda before: before and value.set(before[ITSELF]))):
-            self.iterators.append((name, lambda: bool(read())))  # nothing can take a value away
+            self.iterators.append((name, lambda: bool(read())))  # a value, once set, cannot be removed
         return found
 
     def _of_cache(self, name: str, value: Any) -> list[tuple[Any, Any]]:
-        """What a cached function refers to, and its results. Without a bound, these are in a dict; with one, they form
-        a chain, which can only be emptied: what was added to others stays."""
+        """What a cached function refers to, and its results. An unbounded cache keeps these in a dict. A bounded cache
+        keeps them in a linked list, which can only be cleared; it stays as it is if it had results before."""
         if not is_own(getattr(getattr(value.__wrapped__, "__code__", None), "co_filename", "<frozen>")):
             return []
         results = next(each for each in gc.get_referents(value) if type(each) is dict and each is not vars(value))
@@ -266,12 +266,12 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _raw(value: Any, key: str) -> Any:
-    """An attribute as it is stored: of a class without binding; ITSELF if there is none."""
+    """An attribute as it is stored, for a class without binding it; ITSELF if there is none."""
     return vars(value).get(key, ITSELF) if isinstance(value, type) else getattr(value, key, ITSELF)
 
 
 def _generator(value: Any) -> tuple[Callable[[], dict], Callable[[dict], Any]] | None:
-    """How to read and set the state of a generator of random numbers; None for anything else."""
+    """How to read and set the state of a random generator; None for anything else."""
     get: Callable[[], Any]
     put: Callable[[Any], Any]
     if isinstance(value, numpy.random.Generator | numpy.random.BitGenerator):
@@ -286,14 +286,14 @@ def _generator(value: Any) -> tuple[Callable[[], dict], Callable[[dict], Any]] |
     state: Any = get()
 
     def read() -> dict[str, Any]:
-        now = get()  # a new object each time, which only its text or its bytes can compare
+        now = get()  # a new object each time: compare its text or its bytes
         return {ITSELF: now.numpy().tobytes() if isinstance(now, Tensor) else repr(now)}
 
     return read, lambda before: put(state)
 
 
 def _position(iterator: Any) -> Any:
-    """Something that differs when an iterator has moved on."""
+    """A value that changes when an iterator advances."""
     if isinstance(iterator, types.GeneratorType):
         frame = iterator.gi_frame
         return None if frame is None else (frame.f_lasti, repr(frame.f_locals))
@@ -304,7 +304,7 @@ def _position(iterator: Any) -> Any:
 
 
 def _is_memory(value: Any) -> bool:
-    """Whether an object is an array of numbers that can be written, as of `array`, ctypes or multiprocessing."""
+    """Whether an object is an array of numbers that can be written, such as one of `array` or multiprocessing."""
     try:
         view = memoryview(value)
     except TypeError:
@@ -321,7 +321,7 @@ def _set_memory(value: Any, before: dict[str, bytes]) -> None:
 
 
 def _serves_python(value: Any) -> bool:
-    """Whether an object is Python's own, such as a thread, a file or a logger, which others may be using."""
+    """Whether an object is Python's own, such as a thread, a file or a logger, which other code may use."""
     module = type(value).__module__
     is_python = module.partition(".")[0] in sys.stdlib_module_names
     return is_python and module not in OPEN and not isinstance(value, CONTAINERS)

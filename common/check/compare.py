@@ -20,7 +20,7 @@ OfMicroBatches = Mapping[int, Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class Gap:
-    """A relative difference, and how to say it; of a weight, what it is."""
+    """A relative difference, and the text that reports it; for a weight, also its sketch."""
 
     size: float
     text: str = ""
@@ -84,8 +84,8 @@ def _share(distance: float, slack: float, update: float) -> float:
 
 
 def fingerprints(engine: Engine) -> dict[Any, tuple[float, float]]:
-    """{(name of a weight, range): (a sum, norm) of this process's part}, to compare with processes that hold the
-    same. Of buffers, those of processes that see the same samples are the same."""
+    """{(name of a weight, range): (a sum, norm) of this process's part}, to compare with processes that hold the same
+    part. Buffers are the same in processes that see the same samples."""
     sums: dict[Any, tuple[float, float]] = {}
     layout = engine.plan.layout
     for name, tensor in engine.saved_tensors().items():
@@ -107,5 +107,5 @@ def replica_gaps(steps: Sequence[Step], updates: Mapping[str, float]) -> dict[Ke
             distance = abs(total - expected) if math.isfinite(expected) else 0.0
             size = _share(distance, torch.finfo(torch.float32).eps * norm, updates.get(key[0], 0.0))
             if size > gaps.get(("replica", key[0]), Gap(-1.0)).size:
-                gaps["replica", key[0]] = Gap(size, f"process {rank} has another {key[0]} than the processes before it")
+                gaps["replica", key[0]] = Gap(size, f"process {rank}'s {key[0]} differs from the processes before it")
     return gaps

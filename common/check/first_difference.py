@@ -19,7 +19,7 @@ ONE_FACTOR = 0.01  # share of the difference of all gradients that one factor ma
 
 @dataclass
 class FirstDifference:
-    """Looks for the first difference between a step of all processes and that of one."""
+    """Looks for the first difference between a step of all processes and the same step of one process."""
 
     reference: Reference  # of one process
     number: int  # of the step
@@ -29,9 +29,9 @@ class FirstDifference:
     grad_norm: float  # of all processes
 
     def find(self, kind: str) -> tuple[str, str]:
-        """(where it is, the line that says so): "forward", "step" for forward_step itself, "loss" for its gradient,
-        "backward", "gradient" of a weight, "factor" of all gradients, "norm" of them, or "". `kind`: of the difference,
-        as in compare.Key; that of an evaluation is of another pass."""
+        """(where it is, the line that reports it). Where: "forward", "step" (forward_step itself), "loss" (its
+        gradient), "backward", "gradient" (a weight's), "factor" or "norm" (of all gradients), or "". `kind`: of the
+        difference, as in compare.Key; an evaluation is a pass that has no trace."""
         is_compared = kind != "eval" and any(trace.forward for trace in self.traces)
         if not is_compared:
             return "", ""
@@ -42,12 +42,12 @@ class FirstDifference:
             return "step", "all modules agree: forward_step computes the difference"
         where, line = self._first_backward()
         if kind == "norm" and not where and self.gradients:
-            return "norm", "all gradients agree: their norm does not, and clipping with it"
+            return "norm", "all gradients agree, but their norm differs, and so does the clipping"
         return where, line
 
     def _first_backward(self) -> tuple[str, str]:
         """The same for the backward pass, of the modules and then of the weights."""
-        # Where the processes take the mean of their gradients, each has more than its part of the whole.
+        # Where gradients are averaged over the processes, each process's is larger than its part of the whole.
         factor = self.plan.layout.num_averaged
         if (found := self._first_module([trace.backward for trace in self.traces], "backward", factor)) is None:
             return self._first_gradient()
@@ -61,7 +61,7 @@ class FirstDifference:
         """(the module before it, the first one whose tensors are not factor × those of one process, how they differ)"""
         expected: Sums = getattr(self.reference.steps[self.number].modules, direction)
         perturbed = [getattr(other.steps[self.number].modules, direction) for other in self.reference.perturbed]
-        # A table of positions has no weights, and so no floor: 16 bits round it otherwise.
+        # A table of positions has no weights, and so no noise floor: 16 bits round it differently.
         least, before = BF16[""] if self.reference.is_low else TOLERANCE, list[str]()
         for place in dict.fromkeys(place for _, place in expected):
             floors = [float(gap.max()) for other in perturbed for _, gap in self._gaps(place, other, expected)]
@@ -106,8 +106,8 @@ class FirstDifference:
         return f"{module or 'the model'} ({self.reference.steps[self.number].modules.classes[module]})"
 
     def _sources(self, before: str, module: str) -> list[str]:
-        """Where the gradient of a module's output comes from: the innermost modules that take it, or else the module
-        whose gradient arrived before; "" is the whole model, whose output is the loss."""
+        """Where the gradient of a module's output comes from: the innermost modules that use the output, or else the
+        module whose gradient arrived before; "" is the whole model, whose output is the loss."""
         followers = self.reference.steps[self.number].modules.followers.get(module, {})
         inner = [name for name in followers if not any(other.startswith(f"{name}.") for other in followers if name)]
         return inner[:2] or [before]
@@ -134,7 +134,7 @@ class FirstDifference:
 
 
 def unclipped(gradient: Sketch, norm: float, max_norm: float) -> Sketch:
-    """A gradient as it was before clipping: `norm` is that of the whole model's. 0 does not clip."""
+    """A gradient as it was before clipping: `norm`: of the whole model's gradient; `max_norm` 0: no clipping."""
     factor = (norm + 1e-6) / max_norm if max_norm and norm > max_norm else 1.0
     return Sketch(gradient.sums * factor, gradient.rounding)
 

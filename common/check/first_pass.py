@@ -31,8 +31,8 @@ class FirstPass:
     draws_in_evaluation: bool = False  # whether it draws from a generator in evaluation mode, too
     # names of variables and numbers that `forward_step` or a layer changes at each call
     keeps: list[str] = field(default_factory=list)
-    moves: bool = False  # whether a pass moves on what later ones use: an evaluation more would change them
-    files: list[str] = field(default_factory=list)  # that it opens to write
+    moves: bool = False  # whether a pass changes what later ones use: another evaluation would change them
+    files: list[str] = field(default_factory=list)  # that it opens for writing
 
     @contextmanager
     def watch(self, called: nn.Module, module: nn.Module, device: torch.device) -> Iterator[None]:
@@ -42,7 +42,7 @@ class FirstPass:
         takes_hooks = not isinstance(called, torch.jit.ScriptModule)
         hook = called.register_forward_pre_hook(lambda module, args: calls.append(True)) if takes_hooks else None
         before = {name: (tensor, tensor._version) for name, tensor in module.named_parameters()}
-        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}  # BatchNorm counts no version
+        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}  # BatchNorm changes no version
         states = generator_states(device)
         try:
             with _no_new_weights(module):
@@ -61,7 +61,7 @@ class FirstPass:
         self.written = changed + [name for name, buffer in buffers.items() if not torch.equal(buffer, later[name])]
 
     def compare_half(self, model: nn.Module, values_of: NumberedStep, batch: Batch, number: int) -> None:
-        """Finds values that depend on the other samples of a micro-batch, by a pass of its first half alone."""
+        """Finds values that depend on the other samples of a micro-batch, by running its first half alone."""
         size, states = len(next(iter(batch.values()))) // 2, []
         if not size:
             return
@@ -78,7 +78,7 @@ class FirstPass:
             half = evaluate_batch(model, noted, {name: value[:size] for name, value in batch.items()}, number)
         except Exception:  # a model that cannot take half a batch
             return
-        if states[0] != states[1]:  # noise belongs to the micro-batch
+        if states[0] != states[1]:  # noise depends on the micro-batch
             self.draws_in_evaluation = True
             return
         for name, value in half.items():
@@ -89,7 +89,7 @@ class FirstPass:
                 self.mixes.append(name)
 
     def say(self, plan: Plan, say: Callable[[str], Any]) -> None:
-        """Says in a line each what makes the result depend on how the global batch is divided."""
+        """Prints one line for each reason why the result depends on how the global batch is divided."""
         size, whole = plan.micro_batch_size, plan.config.batch_size
         first = {name: next(iter(getattr(self, name)), "") for name in ("files", "keeps", "written", "mixes")}
         always = {
@@ -100,7 +100,7 @@ class FirstPass:
             "the config asks for bf16, but no layer computes in 16 bits, for example because autocast is off: the "
             "run takes the time and the memory of float32": self.has_no_low_layers,
             "the forward pass draws random numbers in evaluation, too, such as dropout that is always on: use "
-            "self.training, unless you want that": self.draws_in_evaluation,
+            "self.training, unless this is intended": self.draws_in_evaluation,
             f"the parity check also wrote {first['files']}, which it does not restore": self.files,
         }
         if_cut = {

@@ -57,7 +57,7 @@ class Rehearsal:
             return None
 
     def line(self, steps: Sequence[Step], layout: Layout, number: int) -> str | None:
-        """The line that ends a run whose step `number` is not one process's, or None. `steps`: of each process."""
+        """The line that ends a run whose step `number` differs from one process, or None. `steps`: of each process."""
         expected = self.steps[number]
         floors = step_gaps(self.moved[number], expected)
         limits = {
@@ -69,15 +69,15 @@ class Rehearsal:
             return None
         return (
             f"{layout} does not give the result of one process: in step {number + 1}, {found[0].text}\n"
-            "  likely cause: the first steps were the same; something begins later, as a hook, dropout or a schedule "
-            "in the model, and the config divides what it computes\n"
+            "  likely cause: the first steps were the same; something begins later, such as a hook, dropout or a "
+            "schedule in the model, and the config divides what it computes\n"
             "  --check_steps 0 trains without this check"
         )
 
     def _tolerance(self, key: Key, expected: Step) -> float:
         if self.is_low:
             return BF16["grad_norm" if key[0] == "norm" else ""]
-        # A loss near 0 is all rounding: what counts is its size in the first step.
+        # A loss near 0 consists of rounding errors: its size in the first step is what counts.
         return LATER * max(1.0, _size(self.first, key) / max(_size(expected, key), 1e-30))
 
 
@@ -89,8 +89,8 @@ def _size(step: Step, key: Key) -> float:
 
 
 class AfterSaves:
-    """Compares the two steps after a save with one process, with `--check_every`: it resumes from the checkpoint on the
-    CPU, in a folder of its own. The second step shows how the first one moved the weights. `every`: number of steps,
+    """With `--check_every`, compares the two steps after a save with one process, which resumes from the checkpoint on
+    the CPU, in its own folder. The second step shows how the first one moved the weights. `every`: number of steps,
     from `--check_every`; 0: nothing is compared.
     """
 
@@ -101,7 +101,7 @@ class AfterSaves:
         self._num_checks, self._with = 0, ExitStack()  # of the process that runs now
 
     def start(self, step: int, finish: Callable[[], Path | None]) -> None:
-        """To be called after each save. `step`: how many are taken; `finish`: waits for the checkpoint, returns it."""
+        """To call after each save. `step`: number of steps taken; `finish`: waits for the checkpoint and returns it."""
         num_checks = step // self._every if self._every else 0
         numbers = range(step, min(step + 2, self._plan.num_steps))
         if num_checks == self._num_checks or not numbers or (path := finish()) is None:
@@ -122,7 +122,7 @@ class AfterSaves:
         self._process, self._folder = process, folder
 
     def compare(self, number: int, result: StepResult) -> None:
-        """A collective, after each of `numbers`. Raises UsageError if a step so far is not that of one process."""
+        """A collective, after each of `numbers`. Raises UsageError if a step so far differs from one process."""
         sums = RunningSums()
         sums.add(result)
         totals = sums.sums(self._engine, number + 1)
@@ -165,7 +165,7 @@ class AfterSaves:
         for step, own in self._own.items():
             for name, value, expected, tolerance in zip(("train/loss", "grad_norm"), own, alone[step], tolerances):
                 if name == "train/loss" and step == min(self._own):
-                    continue  # its record also has the steps before the save that no record had
+                    continue  # its record also covers earlier steps, which no record covered before the save
                 if not abs(value - expected) <= tolerance * abs(expected):
                     return f"the {name} of step {step} is {value:.7g}, {expected:.7g} on one process", ""
         return "", ""

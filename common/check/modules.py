@@ -17,8 +17,8 @@ from ..parallel.stages import is_absent
 from ..step.engine import Engine
 from ..weights.shards import is_divided, local
 
-MOST_BLOCKS = 16  # in which a sample's tensor is cut, before a config divides it
-# (name of the module, number of its call in a forward pass, number of the tensor that it gives)
+MOST_BLOCKS = 16  # into which a sample's tensor is cut, before a config divides it
+# (name of the module, number of its call in a forward pass, number of the tensor that it returns)
 Place = tuple[str, int, int]
 PlaceInRow = tuple[int, Place]  # (row of the micro-batch, place)
 Sums = dict[PlaceInRow, Tensor]  # of shape (samples, blocks, ...)
@@ -26,26 +26,26 @@ Sums = dict[PlaceInRow, Tensor]  # of shape (samples, blocks, ...)
 
 @dataclass
 class ModuleTrace:
-    """What the modules gave in a step, in the order in which they gave it.
+    """What the modules returned in a step, in order.
 
-    The tensor of a sample is cut into blocks, and each block is kept as the sum of its elements with random signs: the
-    distance of two tensors follows within 20 %. All blocks of a tensor have the same signs. So the blocks of a process
-    that holds some tokens, heads or features are among those of the whole.
+    The tensor of a sample is cut into blocks, and each block is kept as the sum of its elements with random signs: this
+    gives the distance of two tensors within 20 %. All blocks of a tensor use the same signs, so that the blocks of a
+    process that holds some of the tokens, heads or features are also blocks of the whole tensor.
     """
 
-    # Among how many processes a config may divide a tensor; 0 in those that do not decide the sizes of blocks.
+    # The number of processes that may share a tensor; 0 in processes that do not choose the sizes of blocks.
     parts: int = 0
     block_sizes: dict[PlaceInRow, tuple[int, ...]] = field(default_factory=dict)  # {key: sizes of a block}
     forward: Sums = field(default_factory=dict)  # of the tensors
     backward: Sums = field(default_factory=dict)  # of their gradients, in the order in which they arrive
     classes: dict[str, str] = field(default_factory=dict)  # {module: name of its class}
-    followers: dict[str, dict[str, None]] = field(default_factory=dict)  # {module: those that take what it gave}
+    followers: dict[str, dict[str, None]] = field(default_factory=dict)  # {module: those that take its output}
     is_low: bool = False  # whether a module computed with fewer bits than float32
 
     @contextmanager
     def watch(self, engine: Engine) -> Iterator[None]:
         """Notes the passes that have a gradient, in the step that the engine takes in the `with` block. Leaves out
-        modules that take no hooks, such as scripted ones, and those that another stage has a part of."""
+        modules that take no hooks, such as scripted ones, and modules that are partly in another stage."""
         hooks, calls = [], Counter[tuple[int, str]]()
         for name, module in engine.running_modules():
             is_whole = not any(map(is_absent, module.modules()))
@@ -99,14 +99,14 @@ class ModuleTrace:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The floating-point tensors in what a module takes or gives."""
+    """The floating-point tensors in a module's input or output."""
     for each in tree_leaves(value):
         if isinstance(each, Tensor) and each.is_floating_point() and each.numel():
             yield each
 
 
 def own_values(tensor: Tensor) -> Tensor | None:
-    """The plain tensor that this process holds; None if it has no values of the whole, as under `torch.func.vmap`."""
+    """The plain tensor that this process holds; None if its values are not real ones, as under `torch.func.vmap`."""
     is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     if is_wrapped or (is_divided(tensor) and any(place.is_partial() for place in tensor.placements)):
         return None
@@ -114,7 +114,7 @@ def own_values(tensor: Tensor) -> Tensor | None:
 
 
 def by_sample(tensor: Tensor, samples: int) -> Tensor:
-    """The tensor with the samples as first dimension: (samples, ...). Without such a dimension, all is one sample."""
+    """The tensor with the samples as first dimension: (samples, ...). Without such a dimension, it is one sample."""
     if not tensor.ndim or tensor.shape[0] % samples:
         return tensor[None]
     return tensor if tensor.shape[0] == samples else tensor.unflatten(0, (samples, -1))
@@ -122,7 +122,7 @@ def by_sample(tensor: Tensor, samples: int) -> Tensor:
 
 def sizes_of_blocks(shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
     """The sizes of the blocks of a tensor of this shape. The first and the last dimension, tokens and features, are cut
-    most; each so that as many processes may divide it as share a model."""
+    most. Each dimension is cut so that `parts`, the processes that share a model, may divide it."""
     most = MOST_BLOCKS if len(shape) == 1 else math.isqrt(MOST_BLOCKS)
     sizes = []
     for index, size in enumerate(shape):
@@ -159,7 +159,7 @@ def _signs(length: int, seed: int, device: torch.device) -> Tensor:
 
 def relative_distances(own: Tensor, whole: Tensor) -> Tensor | None:
     """The distance of each sample from the nearest part of the whole, relative to the norm of that part, or to a larger
-    mean of all samples: float64 of shape (samples,). None if `own` is no part of the whole."""
+    mean of all samples: float64 of shape (samples,). None if `own` is not a part of the whole."""
     if own.ndim != whole.ndim or len(own) != len(whole):
         return None
     lengths = list(zip(own.shape[1:], whole.shape[1:]))

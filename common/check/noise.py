@@ -11,9 +11,9 @@ from .sketch import WIDTH, Sketch
 from .tolerances import BF16, METRIC_TIMES_FLOOR, STEP_TIMES_FLOOR, TOLERANCE
 from .trace import Step
 
-REPEATED, SMALL = 1e-4, 0.01  # how far a repeated gradient may be, of its size or of this share of all gradients
-# An optimizer such as Adam that looks at the sign of a gradient moves an element by its own size if rounding changes
-# that sign. The share of such elements is about that of the rounding in the gradient, and the distance its root.
+REPEATED, SMALL = 1e-4, 0.01  # how far a repeated gradient may differ, of its size or of this share of all gradients
+# An optimizer that uses the sign of a gradient, such as Adam, moves an element by its own size if rounding changes the
+# sign. The share of such elements is about the share of rounding in the gradient, and the distance its square root.
 TIMES_ROOT = 10
 IS_ROUNDING = 0.01  # share of a gradient that changes with rounding: above, it is zero in exact arithmetic
 
@@ -68,8 +68,8 @@ def what_does_not_repeat(again: Step, expected: Step, is_low: bool) -> str | Non
 
 
 def _of_other_elements(gap: Gap, reference: Reference, number: int, name: str) -> Gap:
-    """The difference of a weight without the elements that rounding moves so far. A perturbed step may move another
-    element, or by chance less: here counts by how much it changes the gradient of an element on average."""
+    """The difference of a weight without the elements that rounding can move that far. A perturbed step may by chance
+    move another element, or move one less: here the average change of an element's gradient counts."""
     expected, initial = reference.steps[number].weights.get(name), reference.initial.get(name)
     if gap.weight is None or expected is None or initial is None or len(expected.sums) == WIDTH:
         return gap  # the sums of a large weight are not its elements
@@ -89,7 +89,7 @@ def _moved(update: Tensor, gradient: Sketch | None, perturbed: Sketch | None) ->
         return torch.zeros_like(update)
     changes = (perturbed - gradient).sums.abs()
     share = changes.square().mean().sqrt() / gradient.sums.abs().clamp(min=1e-30)
-    share = share.where((share > IS_ROUNDING) & (changes > 0), 0)  # what gets no gradient has no rounding
+    share = share.where((share > IS_ROUNDING) & (changes > 0), 0)  # an element without a gradient has no rounding
     return (update * share).clamp(max=float(update.max()))
 
 
@@ -108,11 +108,11 @@ def _gradients(reference: Reference, other: Perturbed, number: int, name: str) -
 
 
 def _is_explained(floor: float, gradient: Sketch | None, perturbed: Sketch | None) -> bool:
-    """Whether what rounding changes in a gradient explains what it changes in the update of a weight."""
+    """Whether the effect of rounding on a gradient explains its effect on the update of a weight."""
     if gradient is None or perturbed is None:
         return floor <= TOLERANCE
     change = perturbed - gradient
     share = change.norm / max(gradient.norm, 1e-30)
-    # Of a small weight the sums are the elements: the key bias of attention may be a part of a larger weight.
+    # The sums of a small weight are its elements: attention's key bias may be a part of a larger weight.
     rounded = float((change.sums.abs() > IS_ROUNDING * gradient.sums.abs()).double().mean())
     return not share <= IS_ROUNDING or floor <= TIMES_ROOT * math.sqrt(max(share, rounded))

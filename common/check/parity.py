@@ -38,20 +38,20 @@ class ParityCheck:
     """Checks the first `--check_steps` steps of a run against one process.
 
     First the main process takes these steps alone, before the config wraps or divides the model, with the samples of
-    all processes. It uses the user's own model, optimizer and functions, in a world that says "one process", and gives
-    all back. Then all processes take the steps together and compare: the values of each sample, the norm of the
-    gradient, the update of each weight. What differs by more than 1e-5 is compared with the floor: what rounding
-    errors in the weights change on one process. A larger difference ends the run before anything is saved.
+    all processes. It uses the user's own model, optimizer and functions, which see a single process, and restores them
+    afterwards. Then all processes take the steps together and compare: the values of each sample, the norm of the
+    gradient, the update of each weight. A difference of more than 1e-5 is compared with the noise floor: how much
+    rounding errors in the weights change on one process. A larger one ends the run before anything is saved.
 
     Args:
         setup: of the run; `check_trainable` has accepted it.
-        checkpoint: that the run starts from. Its weights are loaded, its optimizer state is not.
-        facts: for the run card. They get how many steps are checked, and how long that took; whether the forward pass
-            or a batch draws random numbers.
+        checkpoint: from which the run starts. Its weights are loaded, its optimizer state is not.
+        facts: for the run card. The check adds how many steps are checked, how long that took, and whether the forward
+            pass or a batch draws random numbers.
 
     Raises:
-        UsageError: `forward_step` does not call the model, or does what no layout can make equal; or only several
-            processes have an error.
+        UsageError: `forward_step` does not call the model, or its result cannot be the same under all layouts; or
+            an error occurs with several processes, but not with one.
     """
 
     def __init__(self, setup: Setup, checkpoint: Checkpoint, group: CpuGroup, facts: dict[str, Any]):
@@ -62,7 +62,7 @@ class ParityCheck:
         self.numbers = range(self.first, min(self.first + num_steps, self.plan.num_steps))
         self._setup = setup
         self._reference: Reference | None = None  # only the main process has one
-        self._rehearsal: Rehearsal | None = None  # as that
+        self._rehearsal: Rehearsal | None = None  # the same
         self._rehearsed: list[int] = []  # numbers of the steps that it holds
         self._error: str | None = None  # of one process
         self._rounding: dict[str, Sketch] = {}  # what wrapping did to weights before the first step
@@ -124,7 +124,7 @@ class ParityCheck:
 
     def take_step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
         """`Engine.step` with the parity check. An error in a step gets its samples as a note. Raises UsageError if the
-        result is not that of one process, or only several processes have an error."""
+        result differs from one process, or if an error occurs only with several processes."""
 
         def samples() -> str:
             return f"step {number + 1}, {list_samples(torch.cat(self.plan.own_samples(number)).tolist())}"
@@ -152,13 +152,13 @@ class ParityCheck:
         return result
 
     def evaluate(self, batch: Batch, number: int) -> dict[str, Tensor]:
-        """`Engine.evaluate`. Raises UsageError if only several processes have an error."""
+        """`Engine.evaluate`. Raises UsageError if an error occurs only with several processes."""
         with self._translating(number in self.numbers):
             return self._evaluate(batch, number)
 
     @contextmanager
     def _translating(self, is_checked: bool = True) -> Iterator[None]:
-        """Makes one line of an exception that one process did not have, or, in a later pass, that a package raised."""
+        """Turns an exception that one process did not raise, or, in a later pass, one from a package, into one line."""
         try:
             yield
         except (RunError, OSError, MemoryError, torch.OutOfMemoryError):
@@ -180,12 +180,12 @@ class ParityCheck:
             ) from None
 
     def _observe_step(self, number: int, micro_batches: Sequence[Batch]) -> StepResult:
-        """The first step of a run that is not checked. Says what it does beside computing values."""
+        """The first step of a run that is not checked. Prints its side effects."""
         first_pass = self._first_pass
         _, result = self._observer.step(self.engine, number, micro_batches, evaluates=False, modules=None)
-        if first_pass.draws and self.layout.tp * self.layout.sp > 1:  # stages draw the same beside their layers
+        if first_pass.draws and self.layout.tp * self.layout.sp > 1:  # stages draw the same numbers outside layers
             raise UsageError(
-                f"the forward pass draws random numbers, as dropout does, and {self.layout} divides it: set dropout to "
+                f"the forward pass draws random numbers, such as dropout, and {self.layout} divides it: set dropout to "
                 f"0, or use {main_strategy(self.layout).fallback}"
             )
         if self.group.size > 1:
@@ -217,7 +217,7 @@ class ParityCheck:
         return result
 
     def _rehearse_step(self, number: int, micro_batches: Sequence[Batch]) -> StepResult:
-        """A later step of a rehearsal, which is compared with one process."""
+        """A later step of a rehearsal, compared with one process."""
         own, result = self._observer.step(self.engine, number, micro_batches, evaluates=False, modules=None)
         steps, rehearsal = self.group.all_gather(own), self._rehearsal
         line = None if rehearsal is None else rehearsal.line(steps, self.layout, number)
@@ -226,7 +226,7 @@ class ParityCheck:
         return result
 
     def _compare(self, number: int, own: Step, gradients: dict[str, Tensor]) -> None:
-        """Raises UsageError in all processes if step `number` is not that of one process."""
+        """Raises UsageError in all processes if step `number` differs from one process."""
         if self._error is not None:
             raise UsageError(
                 f"several processes can train this, but not one: {self._error}; call model(...) in forward_step, "
@@ -257,7 +257,7 @@ class ParityCheck:
         raise UsageError(self.group.broadcast(ends))
 
     def _weight_gaps(self, number: int) -> tuple[dict[Key, Gap], dict[str, float]]:
-        """A collective: (how weights differ from one process's, {name: size of its update}) in the main process."""
+        """A collective: (differences of weights from one process, {name: size of its update}) in the main process."""
         reference, gaps, updates = self._reference, dict[Key, Gap](), dict[str, float]()
         after, before = ({}, {}) if reference is None else (reference.steps[number].weights, reference.initial)
         for name, weight in self.engine.each_whole():
@@ -276,7 +276,7 @@ class ParityCheck:
 
 
 def mixed_types(error: Exception, model: nn.Module, batch: Batch) -> str | None:
-    """The line for an error because numbers of a batch are of another type than the weights; None for another error."""
+    """The line for an error because a batch has a different dtype than the weights; None for any other error."""
     if not isinstance(error, RuntimeError) or "type" not in str(error):
         return None
     weights = {weight.dtype: name for name, weight in model.named_parameters() if weight.is_floating_point()}

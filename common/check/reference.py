@@ -55,13 +55,13 @@ class ReferenceRun:
         afterwards: Callable[[Engine, Batch], Any] | None = None,
         first: int | None = None,
     ) -> dict[int, Step]:
-        """Takes the steps with these numbers, and before them those from `first`, from weights that `change` may
-        change, and calls `afterwards` with the engine and the last micro-batch. Then model, optimizer and all that the
-        recipe's functions refer to are as they were before.
+        """Takes the steps with these numbers, after those from `first` on; `change` may first change the weights. Then
+        calls `afterwards` with the engine and the last micro-batch, and restores model, optimizer and all that the
+        recipe's functions refer to.
 
         Raises:
             NotChecked: the steps would take more than a minute, or a signal asks the run to stop.
-            UsageError: `forward_step` does not call the model, or moves an iterator on.
+            UsageError: `forward_step` does not call the model, or advances an iterator.
         """
         setup, every = self.setup, range(numbers[0] if first is None else first, numbers[-1] + 1)
         config = copy.copy(setup.plan.config)
@@ -112,7 +112,7 @@ class ReferenceRun:
 
 
 def _ending_in_time(setup: Setup, num_passes: int) -> Setup:
-    """A setup whose passes raise NotChecked if `num_passes`, of which the first may be slow, would end too late."""
+    """A setup whose passes raise NotChecked if `num_passes`, of them the first may be slow, would take too long."""
     longest = min(MAX_SECONDS, setup.plan.config.hang_timeout / 2 or MAX_SECONDS)
     values_of, num_done, fastest = as_numbered_step(setup.forward_step), 0, math.inf
     started = last = time.monotonic()
@@ -140,7 +140,7 @@ def gradients_of(
     weights: Callable[[], Iterable[tuple[str, Tensor]]],
     keep: Callable[[Tensor], Any] = lambda gradient: gradient,
 ) -> Iterator[dict[str, Any]]:
-    """{weight: what `keep` makes of the gradient that the optimizer gets in the `with` block}; empty under ZeRO."""
+    """{weight: `keep` of the gradient that the optimizer gets in the `with` block}; empty under ZeRO."""
     gradients = dict[str, Any]()
 
     def note(*args: Any) -> None:
@@ -170,10 +170,10 @@ def sketches(module: nn.Module) -> dict[str, Sketch]:
     return {name: Sketch.of(tensor) for name, tensor in checkpoint_tensors(module).items()}
 
 
-# The weights are perturbed by so many rounding errors (ulp) to measure the noise floor. A few elements of a weight take
-# another way under Adam: with one rounding error often none, where the run has some. A large weight has many elements.
+# To measure the noise floor, the weights are perturbed by this number of rounding errors (ulp). Under Adam, a few
+# elements of a weight then move differently; with one rounding error it is often none, but in the run there are some.
 ROUNDINGS = (8, 4)
-LARGE = 100_000_000  # bytes of weights from which on one measurement is enough
+LARGE = 100_000_000  # bytes of weights above which one measurement is enough: there are many elements
 
 
 @dataclass
@@ -185,7 +185,7 @@ class Perturbed:
 
     @classmethod
     def take(cls, run: ReferenceRun, numbers: Sequence[int], roundings: int, first: int | None = None) -> "Perturbed":
-        """Takes these steps, after those from `first` on, from weights perturbed by so many rounding errors."""
+        """Takes these steps, after those from `first` on, from weights perturbed by `roundings` rounding errors."""
         start: dict[str, Sketch] = {}
 
         def change(model: nn.Module) -> None:
@@ -197,7 +197,7 @@ class Perturbed:
 
 @torch.no_grad()
 def perturb(model: nn.Module, roundings: int, is_low: bool = False) -> None:
-    """Moves each weight by so many rounding errors of its type, or with `is_low` of bfloat16, up or down at random."""
+    """Moves each weight up or down at random, by `roundings` rounding errors of its type, or of bfloat16 (`is_low`)."""
     for weight in model.parameters():
         if weight.is_floating_point() or weight.is_complex():
             rounding = torch.finfo(torch.bfloat16 if is_low else weight.dtype).eps * roundings
@@ -216,12 +216,12 @@ class Reference:
     steps: dict[int, Step]  # {number: what the step did}
     perturbed: list[Perturbed]  # the steps from weights that are perturbed by rounding errors
     is_low: bool  # whether a layer computes with fewer bits than float32
-    changes: Changes = field(default_factory=Changes)  # of the recipe's objects, before they were given back
-    again: Step = field(default_factory=Step)  # the first step once more, when all had been given back
+    changes: Changes = field(default_factory=Changes)  # of the recipe's objects, before they were restored
+    again: Step = field(default_factory=Step)  # the first step once more, after all was restored
 
 
 def take_reference(run: ReferenceRun, numbers: range, first_pass: FirstPass) -> Reference:
-    """Takes the steps with these numbers. Model, optimizer and the recipe's functions are afterwards as before. Raises
+    """Takes the steps with these numbers. Afterwards restores model, optimizer and the recipe's functions. Raises
     NotChecked if the check is not possible, and UsageError if `forward_step` does not call the model."""
     setup, values_of = run.setup, as_numbered_step(run.setup.forward_step)
     _check_possible(setup, is_resumed=numbers[0] > 0)
@@ -232,7 +232,7 @@ def take_reference(run: ReferenceRun, numbers: range, first_pass: FirstPass) -> 
             steps = run.steps(numbers, first_pass)
             is_bf16 = setup.plan.layout.precision == "bf16"
             has_layers = any(module for _, (module, _, _) in steps[numbers[0]].modules.forward)
-            run.is_low = run.is_low or (is_bf16 and not has_layers)  # a model that is one layer shows none
+            run.is_low = run.is_low or (is_bf16 and not has_layers)  # a model of a single layer shows no layers
             roundings = ROUNDINGS[:1] if num_bytes > LARGE else ROUNDINGS
             perturbed = [Perturbed.take(run, numbers, number) for number in roundings]
             halve = lambda engine, batch: first_pass.compare_half(engine.model, values_of, batch, numbers[0])  # noqa: E731
@@ -258,7 +258,7 @@ def _check_possible(setup: Setup, is_resumed: bool) -> None:
     """Raises NotChecked for fp16 and for a model that leaves no room for the copies."""
     device = setup.accelerator.device
     num_bytes = sum(weight.nbytes for weight in setup.model.parameters())
-    # On the CPU: a copy of the weights, gradients and two slots of an optimizer; anywhere the state of a checkpoint.
+    # On the CPU, a copy of the weights, gradients and two optimizer slots; on any device, the state of a checkpoint.
     needed = num_bytes * ((4 if device.type == "cpu" else 0) + (2 if is_resumed else 0))
     on_device = math.inf if device.type == "cpu" else torch.get_device_module(device).mem_get_info(device)[0]
     on_device = on_device if needed <= psutil.virtual_memory().available else 0

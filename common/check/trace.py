@@ -24,7 +24,7 @@ from .sketch import Sketch
 
 @dataclass
 class Step:
-    """What the check compares of an optimizer step."""
+    """The parts of an optimizer step that the check compares."""
 
     ids: dict[int, list[int]] = field(default_factory=dict)  # {micro-batch: of its samples}
     # {micro-batch: {name: what `forward_step` or `batch_loss` returned, float64 on the CPU, (micro_batch, ...)}}
@@ -37,7 +37,7 @@ class Step:
     gradients: dict[str, Sketch] = field(default_factory=dict)  # that the optimizer gets; of one process alone
     # {(name of a weight, range): (a sum, norm) of this process's part}; of several processes
     parts: dict[Any, tuple[float, float]] = field(default_factory=dict)
-    modules: ModuleTrace = field(default_factory=ModuleTrace)  # what each module gave
+    modules: ModuleTrace = field(default_factory=ModuleTrace)  # what each module returned
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Observer:
         return own, result
 
     def _observe(self, values_of: NumberedStep, model: Any, batch: Batch, number: int) -> dict[str, Tensor]:
-        """A call of `forward_step`. In a pipeline it ends where the next stage begins, but for the last one."""
+        """A call of `forward_step`. In a pipeline it ends where the next stage begins, except in the last."""
         if (own := self._own) is None:
             return values_of(model, batch, number)
         engine = self._engine

@@ -12,7 +12,7 @@ from .noise import what_does_not_repeat
 from .reference import Reference
 from .trace import Step
 
-# Where a difference begins, and what may do that: the recipe, or the framework under it.
+# Where a difference begins, and its likely cause: in the recipe, or in the framework under it.
 CAUSES = {
     "loss": "a hook, or {layout}, weights the losses of a process by its own number of tokens, micro-batches or "
     "processes",
@@ -35,7 +35,7 @@ def verdict(
     find: Callable[[str], tuple[str, str]],
 ) -> str:
     """Names the first of these differences, where it begins, and its likely cause. `steps` are what step `number` did
-    in each process, the main process first; `find` is that of a FirstDifference."""
+    in each process, the main process first; `find` is a FirstDifference's method."""
     order, layout = ("value", "eval", "norm", "weight", "replica"), setup.plan.layout
     first = min(gaps, key=lambda key: (order.index(key[0]), key != ("value", "loss")))
     lines = [f"{layout} does not give the result of one process: in step {number + 1}, {gaps[first].text}"]
@@ -57,8 +57,8 @@ def verdict(
 
 
 def not_repeated(reference: Reference) -> str | None:
-    """The lines for a first step that one process does not take twice with the same result: what it changed is not all
-    given back, or it draws what nothing seeds. Then no difference can be called noise. None if it repeats itself."""
+    """The lines for a first step that one process cannot repeat with the same result: not all of its changes are
+    restored, or it draws unseeded random numbers. Then no difference can be called noise. None if it repeats itself."""
     again, expected = reference.again, reference.steps[min(reference.steps)]
     if (why := what_does_not_repeat(again, expected, reference.is_low)) is None:
         return None
@@ -68,7 +68,7 @@ def not_repeated(reference: Reference) -> str | None:
         cause = (
             "forward_step, a hook or the optimizer keeps something where the check does not look, such as a file, an "
             "environment variable or an object of a package"
-            f"{f'; it gave back {known}' * bool(known)}: give forward_step a third argument, step, the number of the "
+            f"{f'; it restored {known}' * bool(known)}: give forward_step a third argument, step, the number of the "
             "optimizer step, and compute from it"
         )
     return (
@@ -93,11 +93,11 @@ def _cause_in_a_sample(steps: Sequence[Step], expected: Step) -> str | None:
 def _causes_in_the_recipe(
     first: FirstPass, changes: Changes, asked: Mapping[str, str], gaps: Mapping[Key, Gap]
 ) -> Iterator[str]:
-    """What the recipe does that no layout can make equal, and what to type; the likeliest first."""
+    """What the recipe does that makes results differ between layouts, and what to type; the likeliest first."""
     for name in first.written:
         yield (
-            f"the forward pass changes {name}, but each process sees other samples, or with tensor parallelism other "
-            "features: do it outside the forward pass"
+            f"the forward pass changes {name}, but each process sees different samples, or with tensor parallelism "
+            "different features: do it outside the forward pass"
         )
     for name in changes.generators:
         yield (
@@ -123,7 +123,7 @@ def _causes_in_the_recipe(
     for one, other in [changes.sharing[name] for _, name in gaps if name in changes.sharing]:
         yield (
             f"{one} and {other} share their data, but are two tensors, and the config gives each its own: make them "
-            "one, as in b.weight = a.weight"
+            "one tensor, as in b.weight = a.weight"
         )
     if first.low_weights:
         yield f"the weights are {first.low_weights}, and each update is rounded to few bits: make them float32"

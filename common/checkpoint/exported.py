@@ -33,7 +33,7 @@ MAX_FILE_BYTES = 5_000_000_000
 
 def try_export(setup: Setup, group: CpuGroup) -> None:
     """Tries what the export after the last step needs: the main process writes the small files and removes them, and
-    looks whether there is room for the weights. A collective. Raises UsageError if the export would fail."""
+    checks that there is room for the weights. A collective. Raises UsageError if the export would fail."""
     output_dir, module, line = setup.plan.config.output_dir, setup.model, None
     dtype = export_dtype(setup.plan.config.export_dtype, module)
     if group.rank == 0:
@@ -44,11 +44,11 @@ def try_export(setup: Setup, group: CpuGroup) -> None:
         try:
             with TemporaryDirectory(dir=output_dir) as folder:
                 _write_small_files(module, Path(folder), dtype, setup.options.get("export"))
-        except Exception as error:  # any: `export` is the recipe's
+        except Exception as error:  # any error: `export` is the recipe's
             line = f"the model could not be exported after the last step ({line_of(error)}): correct this first"
         if disk.total and size > disk.free:  # some file systems do not say how large they are
             line = (
-                f"--output_dir {output_dir} has room for {disk.free / 1e9:,.3f} GB, the exported model takes "
+                f"--output_dir {output_dir} has room for {disk.free / 1e9:,.3f} GB, but the exported model takes "
                 f"{size / 1e9:,.3f} GB: use a folder on a larger disk"
             )
     if (line := group.broadcast(line)) is not None:
@@ -63,8 +63,8 @@ def export_model(engine: Engine, folder: Path) -> str | None:
     `peft_adapter` (common/tasks/models/lora.py) writes PEFT's files. `export` of `fit` may write more. The finished
     folder replaces an earlier one at once.
 
-    Returns a digest of the weights, in the main process. Raises RunError if the weights cannot be written; or if they
-    are there, but not the files beside them.
+    Returns a digest of the weights, in the main process. Raises RunError if the weights cannot be written, or
+    the files that belong to them.
     """
     weights, digest, problem = engine.each_whole(), None, None
     if engine.accelerator.is_main_process:
@@ -75,7 +75,7 @@ def export_model(engine: Engine, folder: Path) -> str | None:
                 try:
                     _write_small_files(engine.module, aside, dtype, engine.setup.options.get("export"))
                 except Exception as error:  # any: `export` is the recipe's, and the weights are worth more
-                    problem = f"{folder} has the weights and lacks {_missing(folder, aside)} ({line_of(error)})"
+                    problem = f"{folder} has the weights, but lacks {_missing(folder, aside)} ({line_of(error)})"
         except RunError as error:
             problem = str(error)
     deque(weights, maxlen=0)  # takes part in the gathering
@@ -85,7 +85,7 @@ def export_model(engine: Engine, folder: Path) -> str | None:
 
 
 def _missing(folder: Path, aside: Path) -> str:
-    """The names of the files that the run wrote before its first step, and now not at all, or not to their end."""
+    """The names of the files that the run wrote before its first step, and that are now missing or incomplete."""
     places = folder.parent / "checkpoints" / MODEL_FILES, aside
     before, now = ({path.relative_to(place): path.stat().st_size for path in place.rglob("*")} for place in places)
     return ", ".join(str(name) for name, size in sorted(before.items()) if now.get(name, -1) < size) or "a file"
@@ -93,7 +93,7 @@ def _missing(folder: Path, aside: Path) -> str:
 
 @contextmanager
 def rewrite(folder: Path) -> Iterator[Path]:
-    """An empty folder to write into; then it gets the name of `folder` at once. Raises RunError if it cannot."""
+    """An empty folder to write into; afterwards it replaces `folder` in one step. Raises RunError if that fails."""
     try:
         with replacing(folder) as aside:
             yield aside
@@ -106,8 +106,8 @@ def rewrite(folder: Path) -> Iterator[Path]:
 def write_model(
     module: nn.Module, folder: Path, dtype: str, export: Callable[[Path], Any] | None, with_weights: bool = True
 ) -> None:
-    """Writes what `export_model` writes, of a model that one process holds; or only what it writes beside the weights:
-    with it, `accelerate-recipes export` makes a model of a checkpoint. Raises RunError."""
+    """Writes the same files as `export_model`, for a model that one process holds; or all but the weights:
+    `accelerate-recipes export` adds these files to the weights of a checkpoint. Raises RunError."""
     wanted = export_dtype(dtype, module)
     with rewrite(folder) as aside:
         if with_weights:
@@ -116,7 +116,7 @@ def write_model(
 
 
 def export_dtype(wanted: str, module: nn.Module) -> torch.dtype | None:
-    """The dtype of exported weights; None: their own. By default that in the config of a model of transformers."""
+    """The dtype of exported weights; None: their own. By default as in the config of a transformers model."""
     settings: Any = getattr(module, "config", None)
     if wanted == "auto" and hasattr(settings, "save_pretrained") and getattr(module, "peft_adapter", None) is None:
         wanted = str(settings.dtype).removeprefix("torch.")
@@ -126,7 +126,7 @@ def export_dtype(wanted: str, module: nn.Module) -> torch.dtype | None:
 def _write_small_files(
     module: nn.Module, folder: Path, dtype: torch.dtype | None, export: Callable[[Path], Any] | None
 ) -> None:
-    """Writes the settings of a model of transformers or PEFT, with the dtype of the weights; then calls `export`."""
+    """Writes the settings of a transformers or PEFT model, with the dtype of the weights; then calls `export`."""
     if (adapter := getattr(module, "peft_adapter", None)) is not None:
         adapter.write_settings(module, folder)
     else:
@@ -205,7 +205,7 @@ def _digest(weights: Mapping[str, Tensor]) -> int:
 
 def load_exported(output_dir: str | Path, model: nn.Module | None = None) -> dict[str, Tensor]:
     """{name: tensor} of the model that a run exported; also loads them into `model`, if given. Raises UsageError if
-    there is none, it was altered, or `model` is another one."""
+    there is none, it was altered, or it does not fit `model`."""
     folder = Path(output_dir) / "model"
     try:
         if model is not None and (adapter := getattr(model, "peft_adapter", None)):

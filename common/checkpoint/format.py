@@ -21,7 +21,7 @@ from ..weights.shards import checkpoint_tensors
 
 FORMAT = "accelerate-recipes checkpoint, version 4"
 MANIFEST = "manifest.json"
-MODEL_FILES = "model_files"  # beside the checkpoints: what an exported model has beside its weights
+MODEL_FILES = "model_files"  # next to the checkpoints: the files of an exported model except its weights
 
 
 class DamagedError(Exception):
@@ -65,7 +65,7 @@ def digest_of_json(content: dict[str, Any]) -> str:
 
 
 def check_same_model(folder: Path, shapes: dict[str, list[int]], model: nn.Module) -> None:
-    """Raises UsageError unless the weights in a folder, given as {name: shape}, are those of `model`."""
+    """Raises UsageError unless the weights in a folder, given as {name: shape}, match those of `model`."""
     own = checkpoint_tensors(model)
     if shapes.keys() != own.keys():
         name = min(shapes.keys() ^ own.keys())

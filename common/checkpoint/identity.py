@@ -1,5 +1,5 @@
-"""The settings that a resumed run must share with its checkpoint, and those that it may change; and what its data are,
-by a few of their samples: a run that resumes must draw the same."""
+"""The settings that a resumed run must share with its checkpoint, and those that it may change; and a
+fingerprint of its data, from a few samples: a resumed run must draw the same ones."""
 
 import copy
 import hashlib
@@ -24,7 +24,7 @@ from ..step.setup import Setup
 NUM_SAMPLES = 16
 NUM_OF_EVALUATION = 4
 NUM_PARTS = 8
-# Of the root mean square: machines and versions of packages round differently, and another sample differs by far more.
+# Relative to the root mean square: machines and package versions round differently; a different sample is farther away.
 TOLERANCE = 1e-3
 
 Fact = str | list[float]  # a digest of what is exact, such as tokens; else the root mean square, and means of parts
@@ -60,8 +60,8 @@ def identity(setup: Setup, group: CpuGroup) -> dict[str, Any]:
 
 
 def differences(identity: dict[str, Any], there: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(setting, its value in a checkpoint, its value here) of those that differ. A checkpoint may have more. The data
-    may have moved to another path, if their samples are the same."""
+    """(setting, its value in a checkpoint, its value here) of those that differ. A checkpoint may have more settings.
+    The data may have moved to another path, if their samples are the same."""
     ours, theirs = identity["samples"], there.get("samples", {})
     moved = ours.keys() & theirs.keys() and other_sample(ours, theirs) is None
     compared = identity.keys() - {"samples", "eval_samples", *(["data"] if moved else [])}
@@ -86,7 +86,7 @@ def other_flags(plan: Plan, content: dict[str, Any]) -> list[tuple[str, str, str
 
 def curve(plan: Plan) -> str:
     """A digest of the learning-rate schedule, at the same steps for runs of any length: a constant one, for example,
-    does not follow another curve in a longer run."""
+    is the same curve in a longer run."""
     steps = [*range(16), *(2**power for power in range(4, 24))]
     if plan.schedule is not None:  # one of the recipe's own may end with the run
         steps = [min(step, plan.num_steps - 1) for step in steps]
@@ -98,7 +98,7 @@ def _digest(value: Any) -> str:
 
 
 def known_by(plan: Plan) -> list[int]:
-    """The ids of the training samples by which a checkpoint knows the data: 16 that the run draws."""
+    """The ids of the training samples by which a checkpoint identifies the data: 16 that the run draws."""
     drawn = range(plan.num_samples) if plan.sampler is None else plan.epoch_order(0).tolist()
     return _some(drawn, NUM_SAMPLES)
 
@@ -118,8 +118,8 @@ def _some(drawn: Sequence[int], number: int) -> list[int]:
 
 
 def _facts(dataset: MapDataset, ids: list[int], config: RunConfig) -> Facts:
-    """What these samples are. Keeps the generators. What cannot be read has no facts: the step that needs it says why.
-    A resumed run reads twice, and leaves out what differs then, such as random numbers that nobody seeds."""
+    """The facts of these samples. Keeps the generators. A sample that cannot be read has none: the step that needs it
+    says why. A resumed run reads twice, and leaves out what then differs, such as unseeded random numbers."""
     with restore_generators(CPU):
         facts = dict(_read(dataset, ids, config))
         if config.resume_from_checkpoint is not None:
@@ -129,7 +129,7 @@ def _facts(dataset: MapDataset, ids: list[int], config: RunConfig) -> Facts:
 
 
 def _read(dataset: MapDataset, ids: list[int], config: RunConfig) -> Iterator[tuple[str, dict[str, Fact]]]:
-    """(id, what the sample is) of each. With workers one of them reads: a dataset may open its files at its first
+    """(id, facts) of each sample. With workers one of them reads: a dataset may open its files at its first
     sample, and processes that share an open file read each other's bytes."""
     config = copy.copy(config)
     config.num_workers = min(config.num_workers, 1)

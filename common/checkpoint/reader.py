@@ -92,7 +92,7 @@ class Reader:
 
     def _open(self, name: str, maps: bool) -> Any:
         """A file, open until `close`: it can be read to its end even if a run removes the checkpoint."""
-        if (name, maps) not in self._files:  # reading takes less CPU time than copying a map
+        if (name, maps) not in self._files:  # reading takes less CPU time than copying from a mapped file
             self._files[name, maps] = safe_open(self.folder / name, "pt", backend="mmap" if maps else "pread")
         return self._files[name, maps]
 
@@ -108,7 +108,7 @@ class Reader:
             file = self._open(name, maps=False)
             for tensor, part in ((key, part) for key, entry in self.tensors.items() for part in entry["parts"]):
                 if part["file"] == name and file.get_slice(tensor).get_shape() != part["sizes"]:
-                    raise DamagedError(f"{name} has another shape of {tensor} than the manifest")
+                    raise DamagedError(f"{name} and the manifest differ in the shape of {tensor}")
         except OSError as error:
             raise _damage_or_failure(path, error) from None
         except SafetensorError as error:
@@ -116,7 +116,7 @@ class Reader:
 
 
 def _check(content: dict[str, Any]) -> None:
-    """Raises one of many errors unless a manifest names files in its folder, and tensors that parts in them cover."""
+    """Raises one of many errors unless a manifest names files in its folder whose parts cover each tensor."""
     files, tensors = content["files"], content["tensors"]
     if not files or not tensors:
         raise ValueError("it names no files")

@@ -56,7 +56,7 @@ class Checkpoint:
                 leave_on_disk(here[name], reader, f"model.{name}")
         in_memory = [name for name in shapes if not here[name].is_meta]
         weights = {name: reader.tensor(f"model.{name}", maps=True) for name in in_memory}
-        model.load_state_dict(weights, strict=False)  # a checkpoint of adapters holds them alone
+        model.load_state_dict(weights, strict=False)  # a checkpoint of adapters holds only these
 
     def load_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Loads the state of the optimizer of a bare module."""
@@ -76,7 +76,7 @@ class Checkpoint:
         accelerator, here = engine.accelerator, describe(engine.plan.layout)
         accelerator.print(f"resumed from {self.path}")
         before, now = content.get("versions", {}).get("accelerate-recipes"), version()
-        if before not in (None, now):  # None: of a run before the versions were kept
+        if before not in (None, now):  # None: a checkpoint from before versions were stored
             accelerator.print(f"the checkpoint was written by accelerate-recipes {before}, this is {now}")
         if self.state.step > engine.plan.num_steps:
             accelerator.print(
@@ -110,7 +110,7 @@ def find_checkpoint(setup: Setup, identity: dict[str, Any], group: CpuGroup) -> 
         reader = Reader.open_verified(path, group)
         at = checkpoint_name(reader.content["state"]["step"])
         if re.fullmatch(r"step_\d{8,}", path.name) and path.name != at:
-            raise DamagedError(f"{MANIFEST} is that of {at}")
+            raise DamagedError(f"{MANIFEST} belongs to {at}")
         _check_same_run(path, reader.content, plan, identity)
         ours, theirs = (each.get("eval_samples", {}) for each in (identity, reader.content["identity"]))
         other_evaluation = any(other_sample(ours[name], theirs[name]) for name in ours.keys() & theirs.keys())

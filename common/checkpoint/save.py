@@ -32,8 +32,8 @@ AfterSave = Callable[[int, Callable[[], Path | None]], object]
 class Saver:
     """Writes checkpoints, one at a time; with `--async_save` during the next steps, from a copy.
 
-    Before the first step the main process also writes the small files of an export. After each save `after_save` gets
-    the number of steps taken, and `finish`.
+    Before the first step the main process also writes the small files of an export. After each save `after_save` is
+    called with the number of steps taken and `finish`.
     """
 
     def __init__(self, engine: Engine, identity: dict[str, Any], group: CpuGroup, watch: Watch, after_save: AfterSave):
@@ -73,7 +73,7 @@ class Saver:
                 (output_dir / "checkpoints").rmdir()
 
     def export(self, state: TrainState, unrecorded: RunningSums) -> str | None:
-        """Exports the weights, or their averages; returns their digest. On failure: a checkpoint, and RunError."""
+        """Exports the weights, or their averages; returns their digest. On failure: a checkpoint, then RunError."""
         folder = self._engine.plan.config.output_dir / "model"
         try:
             with self._engine.ema_weights():
@@ -135,8 +135,8 @@ class Saver:
         return path
 
     def _own(self, newest: Path, step: int) -> list[Path]:
-        """This run's checkpoints, the oldest first and the newest last. What is damaged, or of another run, does not
-        count: it is neither removed nor takes the place of one that could be resumed."""
+        """This run's checkpoints, the oldest first and the newest last. Damaged ones and another run's do not count:
+        they are not removed, and do not take the place of one that could be resumed."""
         config = self._engine.plan.config
         paths = [path for number, path in checkpoints(config.output_dir) if number < step]
         for path in paths:

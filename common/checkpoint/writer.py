@@ -25,7 +25,7 @@ OwnShards = list[tuple[Shard, Tensor]]
 
 def collect_shards(held: Sequence[Shard], rank: int, buffers: dict[str, Tensor] | None = None) -> OwnShards:
     """The shards that this process writes, with their tensors on the CPU. Exactly one of the processes that hold a
-    shard writes it; all know which, so that none asks the others.
+    shard writes it; all know which one, without asking the others.
 
     Args:
         held: this process's shards.
@@ -44,7 +44,7 @@ def collect_shards(held: Sequence[Shard], rank: int, buffers: dict[str, Tensor] 
 
 
 def assign(held: Sequence[Shard], rank: int) -> set[str]:
-    """Names of the shards that a process writes: each shard is written once, and the numbers are spread evenly."""
+    """Names of the shards that a process writes: each shard is written once, and the load is spread evenly."""
     shared: dict[Sequence[int], list[Shard]] = {}
     for shard in held:
         shared.setdefault(shard.writers, []).append(shard)

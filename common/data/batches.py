@@ -67,7 +67,7 @@ def resident(dataset: Any, device: torch.device) -> Any:
 
 
 def _reads_rows(dataset: Any) -> TypeGuard[InMemoryDataset]:
-    """Whether `rows` and `transform` are all that makes a sample: a subclass may have overridden its indexing."""
+    """Whether only `rows` and `transform` make a sample: a subclass may have overridden its indexing."""
     kind, own = type(dataset), InMemoryDataset
     return isinstance(dataset, own) and all(
         getattr(kind, name) is getattr(own, name) for name in ("__getitem__", "__getitems__")
@@ -128,18 +128,18 @@ class _Fetching(Dataset):
 
 
 def _failure_of(error: Exception) -> UsageError | WorkerError:
-    """Sent by a worker instead of a batch, because the loader would wrap the error in its own traceback."""
+    """A worker sends this instead of a batch, because the DataLoader would wrap the error in its own traceback."""
     if (line := advice(error)) is not None or isinstance(error, UsageError):
         return UsageError(line or str(error))
     return WorkerError(line_of(error), trace_of(error))
 
 
 def _start_worker(number: int) -> None:
-    """Runs first in a worker. Python's queue would drop a batch that it cannot send, when it lacks shared memory or
-    open files: the run would wait for it forever.
+    """Runs first in a worker. Without shared memory or open files to send a batch, Python's queue would drop it, and
+    the run would wait for it forever.
 
-    A worker whose process has already ended would wait forever, too: torch's watch begins later, and takes whoever is
-    its parent then for the one that it waits for."""
+    A worker whose parent process has already ended would wait forever, too: torch's watchdog starts later, and takes
+    the parent at that time for the original one."""
     main = multiprocessing.parent_process()
     if main is not None and multiprocessing.get_start_method() == "fork" and os.getppid() != main.pid:
         os._exit(1)
@@ -152,13 +152,13 @@ def _from_workers(loader: DataLoader[Any]) -> Iterator[Batch]:
     before = signal.getsignal(signal.SIGCHLD) if hasattr(signal, "SIGCHLD") else None
     batches: Any = iter(loader)
     if before is not None and threading.current_thread() is threading.main_thread():
-        # Torch's handler raises an error wherever this process is when a worker ends, also where others swallow it. The
-        # loader looks itself, every five seconds.
+        # When a worker ends, torch's handler raises an error wherever this process is, even in code that swallows it.
+        # The DataLoader itself checks its workers every five seconds.
         signal.signal(signal.SIGCHLD, before)
     try:
         for batch in batches:
             if isinstance(batch, UsageError | WorkerError):
-                raise type(batch)(*batch.args)  # not one that this frame holds: a cycle would keep the loader
+                raise type(batch)(*batch.args)  # a copy, not held by this frame: a cycle would keep the loader
             yield batch
     except (RuntimeError, OSError, EOFError):  # torch's own; or of a connection to the worker, which sends files
         if (code := _exit_code(batches._workers)) is None:
@@ -169,7 +169,7 @@ def _from_workers(loader: DataLoader[Any]) -> Iterator[Batch]:
 def _exit_code(workers: list[Any]) -> int | None:
     """The exit code of a worker that has failed or fails within a second, or None; negative for a signal."""
     deadline = time.monotonic() + 1
-    while not any(worker.exitcode for worker in workers):  # others may end as they should meanwhile
+    while not any(worker.exitcode for worker in workers):  # meanwhile others may end normally
         alive = [worker.sentinel for worker in workers if worker.exitcode is None]
         if (left := deadline - time.monotonic()) < 0 or not multiprocessing.connection.wait(alive, left):
             return None

@@ -21,7 +21,7 @@ def collate(samples: Any, size: int, collate_fn: CollateFn) -> Batch:
     if not is_own and not isinstance(first, dict):
         raise UsageError(
             f'samples have the type {type(first).__name__}: expected dicts, such as {{"image": ..., "label": ...}}, '
-            "or a collate_fn that makes such a dict of a list of samples"
+            "or a collate_fn that makes such a dict from a list of samples"
         )
     try:
         batch = samples if isinstance(samples, dict) else collate_fn(samples)
@@ -33,7 +33,7 @@ def collate(samples: Any, size: int, collate_fn: CollateFn) -> Batch:
     for name, value in batch.items():
         if isinstance(value, torch.Tensor):
             if value.ndim == 0 or len(value) != size or (name == "weight" and value.ndim > 1):
-                expected = f"{rows}; pad what differs in number, such as the nodes of graphs"
+                expected = f"{rows}; pad what varies in number, such as the nodes of graphs"
                 expected = f"({size},), one number per sample" if name == "weight" else expected
                 raise UsageError(f'"{name}" of a batch has shape {tuple(value.shape)}: expected {expected}')
         elif not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
@@ -45,12 +45,12 @@ def _no_tensor(name: str, value: Any, where: str) -> str:
     inner = value[0] if isinstance(value, list | tuple) and value else value
     instead = 'make it a tensor; .with_format("torch") of datasets does this for lists'
     if isinstance(inner, dict):
-        instead = "give each tensor in it a name of its own, and pad what differs in number, such as boxes, with a mask"
+        instead = "give each tensor in it its own name, and pad what varies in number, such as boxes, with a mask"
     return f'"{name}" of a {where} is a {type(value).__name__}: expected a tensor, number or string: {instead}'
 
 
 def _why_no_batch(samples: list[Any], error: Exception, is_own: bool) -> str:
-    """Why `default_collate`, or a `collate_fn` of the user's own, made no batch of samples."""
+    """Why `default_collate`, or the user's own `collate_fn`, could not combine the samples into a batch."""
     dicts = samples if all(isinstance(sample, dict) for sample in samples) else []
     shapes: dict[str, list[tuple[int, ...]]] = {}
     for name in dicts[0] if dicts else ():
@@ -65,7 +65,7 @@ def _why_no_batch(samples: list[Any], error: Exception, is_own: bool) -> str:
             return _no_tensor(name, values[0], "sample")
     unequal = [name for name, found in shapes.items() if len(found) > 1]
     if is_own and not (unequal and isinstance(error, RuntimeError)):
-        return f"collate_fn makes no batch of the samples: {line_of(error)}"
+        return f"collate_fn cannot make a batch of the samples: {line_of(error)}"
     # pad_to_longest pads only the first dimension of tensors.
     tensors = [name for name in unequal if isinstance(dicts[0][name], torch.Tensor)]
     others = [name for name in unequal if name not in tensors or len({shape[1:] for shape in shapes[name]}) > 1]
@@ -74,7 +74,7 @@ def _why_no_batch(samples: list[Any], error: Exception, is_own: bool) -> str:
         how = ", or use collate_fn=pad_to_longest() in the call of fit"
         how = " in the dataset or in a collate_fn, with a mask" if others or is_own else how
         return f'"{name}" has shape {one} in one sample and {other} in another: pad them to one shape{how}'
-    return f"samples do not make a batch ({str(error).splitlines()[0]})"
+    return f"samples cannot be combined into a batch ({str(error).splitlines()[0]})"
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,11 @@ class Padding:
     only.
 
     Args:
-        padding: {name: value to pad with}; 0 for other names. For labels, -100 is what losses of torch ignore.
+        padding: {name: value to pad with}; 0 for other names. For labels, use -100: torch's losses ignore it.
         mask: name of a tensor to add, of shape (batch, length) and type int64: 1 for a position of the sample, 0 for
             padding. It follows the first padded tensor. None adds nothing; a sample's own tensor of this name stays.
         multiple_of: pad to a multiple of this length.
-        side: where the padding stands: "right", or "left" for a model that reads the last position.
+        side: where the padding goes: "right", or "left" for a model that reads the last position.
     """
 
     padding: Mapping[str, float] | None = None
@@ -112,7 +112,7 @@ class Padding:
 
     def _pad(self, column: list[Tensor], value: float) -> Tensor:
         longest = -(-max(map(len, column)) // self.multiple_of) * self.multiple_of
-        full = column[0].new_empty((longest, *column[0].shape[1:]))  # up to which the others are padded
+        full = column[0].new_empty((longest, *column[0].shape[1:]))  # the others are padded to this length
         return pad_sequence([*column, full], True, value, self.side)[:-1]
 
 

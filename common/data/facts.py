@@ -11,7 +11,7 @@ NUM_NAMED = 6  # of a long list
 
 
 def say(line: str) -> None:
-    """Prints a line about the data in the first of the processes, and keeps it."""
+    """Prints a line about the data in the first process, and keeps it."""
     print_once(line)
     _said.append(line)
 

@@ -18,15 +18,15 @@ OF = "@"  # between the names of a metric and a source
 
 
 class Mixture(ConcatDataset):
-    """The samples of several sources. As a training set of `fit`, an epoch has of each source its share.
+    """The samples of several sources. As a training set of `fit`, each source has its share of an epoch.
 
-    The samples of a step are a function of the seed and the step, as for any training set. Each epoch draws other
-    samples of a source that has more than its share, in another order. Raises UsageError if a source is empty, its name
-    has "@" or "/", or its share of an epoch has no sample.
+    The samples of a step are a function of the seed and the step, as for any training set. Each epoch draws different
+    samples of a source that has more than its share, in a different order. Raises UsageError if a source is empty, its
+    name has "@" or "/", or its share of an epoch has no sample.
 
     Args:
         sources: {name: map-style dataset}
-        weights: {name: of its samples, against those of the others}; None for an evaluation, which takes each sample.
+        weights: {name: its weight, relative to the others}; None for an evaluation, which takes every sample.
         repeats: an epoch ends when each source has been taken whole, and smaller ones repeat. Else it ends when the
             first source is used up, and no sample comes twice.
     """
@@ -34,14 +34,14 @@ class Mixture(ConcatDataset):
     def __init__(
         self, sources: Mapping[str, MapDataset], weights: Mapping[str, float] | None = None, repeats: bool = False
     ):
-        super().__init__(sources.values())  # type: ignore[arg-type]  # of any class
+        super().__init__(sources.values())  # type: ignore[arg-type]  # datasets of any class
         self.names, self.sources = list(sources), list(sources.values())
         self.sizes = [len(source) for source in self.sources]
         for name, size in zip(self.names, self.sizes):
             if size == 0:
                 raise UsageError(f"{name} is empty", "remove it from the mixture")
             if OF in name or "/" in name:
-                raise UsageError(f"a source has the name {name}", "leave out @ and /, which names of metrics use")
+                raise UsageError(f"a source has the name {name}", "leave out @ and /, which the names of metrics use")
         if weights is not None:
             total = sum(weights.values())
             shares = [weights[name] / total for name in self.names]
@@ -67,12 +67,12 @@ class Mixture(ConcatDataset):
         return ids[torch.randperm(len(ids), generator=generator)]
 
     def add_source_metrics(self, forward_step: ForwardStep) -> ForwardStep:
-        """A `forward_step` with each metric of each source, too: "loss@a" is 0 for samples of others (`of_sources`)."""
+        """A `forward_step` that adds each source's metrics: "loss@a" is 0 for other sources' samples (`of_sources`)."""
 
-        @wraps(forward_step)  # its signature says whether it wants the number of the step
+        @wraps(forward_step)  # its signature shows whether it takes the number of the step
         def with_sources(model: Any, batch: Batch, *number: int) -> dict[str, torch.Tensor]:
             values = forward_step(model, {name: value for name, value in batch.items() if name != SOURCE}, *number)
-            source = batch.get(SOURCE, torch.tensor(-1))  # an evaluation set may be no mixture
+            source = batch.get(SOURCE, torch.tensor(-1))  # an evaluation set need not be a mixture
             # Not classes, which have no mean.
             metrics = {
                 k: value.detach() for k, value in values.items() if value.ndim == 1 and value.is_floating_point()
@@ -94,7 +94,7 @@ def parts_of(*datasets: Any) -> list[Any]:
 def by_source(
     train_set: Any, eval_set: Any, forward_step: ForwardStep, sampler: Sampler | None
 ) -> tuple[ForwardStep, Sampler | None]:
-    """(forward_step, sampler): of a mixture, with the metrics of each source and the order of its epochs. Raises
+    """(forward_step, sampler): for a mixture, with the metrics of each source and the order of its epochs. Raises
     UsageError for a mixture for training without weights, or one for evaluation with other names."""
     if not isinstance(train_set, Mixture):
         return forward_step, sampler
@@ -122,7 +122,7 @@ def without_sources(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def of_sources(means: Mapping[str, float]) -> dict[str, float]:
-    """Means over all samples -> with those of a source over its own samples, and without sources that have none."""
+    """Turns each source's means over all samples into means over its own samples; leaves out sources without any."""
     found = dict(means)
     for name, value in means.items():
         share = means.get(_share_of(name)) if OF in name else None

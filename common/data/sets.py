@@ -101,7 +101,7 @@ class Collated(Dataset):
 
 
 def as_numbered_step(forward_step: ForwardStep) -> NumberedStep:
-    """`forward_step` as the loop calls it: with the step's number for a third argument `step`, or without default."""
+    """`forward_step` as the loop calls it: a third argument gets the step's number if it is `step`, or required."""
     try:
         third = [*inspect.signature(forward_step).parameters.values()][2:3]
     except ValueError:  # of a function in C
@@ -145,8 +145,8 @@ def _check(dataset: Any, what: str) -> None:
         names = ", ".join(map(str, islice(dataset.keys(), 3)))
         raise UsageError(
             f"the {what} is a {kind} of {names}",
-            "expected one set, of which dataset[0] is the first sample, such as dataset[NAME]; a table has one after "
-            "datasets.Dataset.from_dict(...) or from_pandas(...)",
+            "expected a single set, where dataset[0] is the first sample, such as dataset[NAME]; turn a table into one "
+            "with datasets.Dataset.from_dict(...) or from_pandas(...)",
         )
     is_map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
     if not is_map_style and not hasattr(dataset, "__iter__"):

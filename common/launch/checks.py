@@ -15,7 +15,7 @@ SUPPORTED = ("cpu", "cuda", "xpu", "npu")
 
 
 def check_launcher(layout: Layout, config: RunConfig) -> None:
-    """Processes that would train alone, or wait for others in vain: what another launch has left in the shell."""
+    """Refuses processes that would train alone, or wait in vain, because of variables that another launch left."""
     environment = layout.environment
     launched = environment.local_rank is not None
     has_place = environment.main_address and environment.main_port
@@ -29,7 +29,7 @@ def check_launcher(layout: Layout, config: RunConfig) -> None:
     ]
     for name, is_wrong, what in left:
         if is_wrong:
-            what = f"{name} is {what}: another launch has left it"
+            what = f"{name} is {what}, left over from another launch"
             raise UsageError(what, f"unset {name}", beside="or start with accelerate launch")
     if not launched and layout.num_processes > 1:
         raise UsageError(
@@ -46,7 +46,7 @@ def check_launcher(layout: Layout, config: RunConfig) -> None:
 
 
 def check_device(layout: Layout, config: RunConfig) -> None:
-    """An accelerator that these recipes do not know, or fewer GPUs than processes."""
+    """Refuses an accelerator that these recipes do not support, or fewer GPUs than processes."""
     if asked := layout.environment.torch_device:
         try:
             torch.empty(0, device=asked)
@@ -72,7 +72,7 @@ def check_num_gpus(environment: Environment, num_gpus: int) -> None:
 
 
 def check_flags_of_the_loop(layout: Layout, config: RunConfig) -> None:
-    """What the command line of the recipe decides, in the config file."""
+    """Refuses settings in the config file that belong on the recipe's command line."""
     dynamo, accumulation = layout.environment.dynamo_backend, layout.environment.gradient_accumulation
     if dynamo.lower() != "no":
         edits = [Edit("dynamo_backend", section="dynamo_config"), Edit("dynamo_backend")]  # the latter in old files
@@ -101,7 +101,7 @@ def check_precision(layout: Layout, config: RunConfig) -> None:
 
 
 def check_mesh(layout: Layout, config: RunConfig) -> None:
-    """Sizes of parallelism_config that these recipes do not run, or that do not multiply to the processes."""
+    """Refuses sizes of parallelism_config that are not supported, or whose product is not the number of processes."""
     environment = layout.environment
     if not environment.uses("parallelism_config"):
         return
@@ -151,7 +151,7 @@ def _other_size(right: str, wrong: str, sizes: dict[str, int]) -> list[Edit]:
 
 
 def check_compiler_of_torch(layout: Layout, config: RunConfig) -> None:
-    """The compiler that `--compile` needs: inductor compiles C++ for the CPU, Triton C for a GPU."""
+    """Looks for the compiler that `--compile` needs: inductor compiles C++ for the CPU, Triton C for a GPU."""
     if config.compile:
         variable, default = ("CXX", "g++") if layout.device == "cpu" else ("CC", "cc")
         check_compiler("--compile", variable, default)

@@ -1,4 +1,4 @@
-"""Checks for several machines: the same code and settings, an address that others reach, a shared output_dir."""
+"""Checks for several machines: the same code and settings, an address that others can reach, a shared output_dir."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ from ..environment import CODE_FILE, Environment, versions
 from ..errors import RunError, UsageError, first_line
 from ..package import files_of_run
 
-PATIENCE_S = 10  # until a line says what is waited for
+PATIENCE_S = 10  # until a line says what the run waits for
 ARRIVAL_S = 300  # longest wait of one machine's processes for those of the others
 
 # Keeps the store alive: the first process may serve it (torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE), and others
@@ -32,7 +32,7 @@ OF_ONE_MACHINE = ("ACCELERATE_TORCH_DEVICE", "ACCELERATE_RECIPES_DATA", CODE_FIL
 
 
 def _choose_interface(machines: list[dict[str, Any]], environment: Environment) -> None:
-    """Sets gloo's network interface, unless the user did: that towards machine 0, or on machine 0 towards machine 1.
+    """Sets gloo's network interface, unless the user did: the one towards machine 0, or on machine 0 towards machine 1.
     By default gloo takes the address of the host name, often 127.0.1.1, which no other machine can reach."""
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
@@ -67,7 +67,7 @@ def agreement(environment: Environment, config: RunConfig) -> Iterator[None]:
     for machine, other in enumerate(machines):
         for kind in ("versions", "launcher", "flags", "files"):
             names, shared = other[kind].keys() | first[kind].keys(), other[kind].keys() & first[kind].keys()
-            if kind == "files":  # one machine alone may import a module of the recipe, such as one that plots
+            if kind == "files":  # only one machine may import a module of the recipe, such as one that plots
                 names = shared | {name for name in names if name.startswith(OURS)}
             for name in sorted(names):
                 there, here = (of_machine[kind].get(name) or "none" for of_machine in (other, first))
@@ -84,7 +84,7 @@ def agreement(environment: Environment, config: RunConfig) -> Iterator[None]:
 
 @contextmanager
 def saying_who_waits(environment: Environment) -> Iterator[None]:
-    """Says if the processes take long to meet in the `with` block. Raises UsageError for a taken port, or RunError."""
+    """Prints a line if the processes take long to meet in the block. Raises UsageError for a port in use, RunError."""
     place = f"{environment.main_address}:{environment.main_port}"
     line = (
         f"process {environment.rank} waits for all {environment.world_size} at {place} (MASTER_ADDR, MASTER_PORT); "

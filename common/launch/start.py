@@ -41,22 +41,22 @@ TYPES_OF_ACCELERATE = {strategy.distributed_type for strategy in STRATEGIES}
 
 
 class ObservedAccelerator(Accelerator):
-    """Accelerate's own, which notes in `asked` where the recipe's code asks how many processes there are, or gathers by
-    hand: {what it asks for: the file and line of the first time}."""
+    """An Accelerator that notes in `asked` where the recipe's code asks how many processes there are, or gathers values
+    itself: {what it asks for: the file and line of the first time}."""
 
     def __init__(self, layout: Layout, **named: Any):
         self.layout, self.asked = layout, dict[str, str]()
         super().__init__(**named)
 
     def note(self, what: str) -> None:
-        """Notes the caller of the caller, if that is code of the recipe."""
+        """Notes the caller's caller, if that is the recipe's code."""
         frame = sys._getframe(2)
         if what not in self.asked and is_own(frame.f_code.co_filename):
             self.asked[what] = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
     @property
     def device(self) -> torch.device:
-        """Accelerate says cpu:0, and torch would copy to it what is already on the CPU."""
+        """This process's device. Not Accelerate's cpu:0, to which torch would copy tensors that are on the CPU."""
         device = super().device
         return torch.device("cpu") if device.type == "cpu" else device
 
@@ -132,12 +132,12 @@ def _join(environment: Environment, config: RunConfig) -> ObservedAccelerator:
     _check_applied(accelerator, layout)
     torch.backends.cuda.matmul.allow_tf32 = config.tf32
     torch.backends.cudnn.allow_tf32 = config.tf32 or layout.precision != "float32"  # torch's default is on
-    # The fast kernels of nn.TransformerEncoder set padding to 0, in evaluation alone and only where the masks of a
-    # micro-batch allow it; they read weights past the layers that gather them (ZeRO-3), and take no divided ones.
+    # The fast kernels of nn.TransformerEncoder set padding to 0, only in evaluation and only where the masks of a
+    # micro-batch allow it; they bypass the layers that gather weights (ZeRO-3), and do not take divided weights.
     torch.backends.mha.set_fastpath_enabled(False)
     main_strategy(layout).after_start()
     set_seed(config.seed)  # the same in every process, so that each builds the same model
-    accelerator.print(_banner(layout, config, rehearses) + "\n", end="")  # at once: another process may write a line
+    accelerator.print(_banner(layout, config, rehearses) + "\n", end="")  # one write: another process may write too
     return accelerator
 
 
@@ -173,7 +173,7 @@ def _trackers(config: RunConfig) -> list[str]:
 
 def prepare_rehearsal(layout: Layout, timeout: timedelta) -> None:
     """Makes the config of a GPU run work on the CPU."""
-    # glibc gives freed memory back, and the next step gets it anew, page by page: 15 % of the check at 134 M weights.
+    # glibc returns freed memory, and the next step gets it again page by page: 15 % of the check at 134 M weights.
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         mallopt(M_MMAP_THRESHOLD, 32 << 20)  # bytes, the largest that it takes
         mallopt(M_TRIM_THRESHOLD, 1 << 30)

@@ -11,18 +11,18 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..alone.passes import TAKES_SHAPE
 from ..errors import UsageError
 
-FALLBACK = "--config_file accelerate_configs/fsdp2.yaml, and remove --pipeline_stages"  # of a model that cannot be cut
+FALLBACK = "--config_file accelerate_configs/fsdp2.yaml, and remove --pipeline_stages"  # for a model that cannot be cut
 READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # of operations that ask for values
 
 
 class Absent(Tensor):
     """A tensor that was computed from the weights of another stage. In front of its first layer, a stage computes with
-    such tensors, and drops the results. Branching on one, or writing it elsewhere, raises UsageError."""
+    such tensors, and drops the results. Branching on one, or writing it to another tensor, raises UsageError."""
 
     origin: str
     numbers: Tensor
     is_trained = False  # whether the weight that it stands for has requires_grad
-    in_front = False  # whether a pass has not come to the layers of its stage: then it may write what is dropped
+    in_front = False  # whether a pass has not reached the layers of its stage: then it may write what is dropped
 
     @staticmethod
     def __new__(cls: Any, like: Tensor, name: str, values: Tensor | None = None) -> "Absent":
@@ -39,7 +39,7 @@ class Absent(Tensor):
     def weight(cls, weight: Tensor, name: str, device: torch.device, dtype: torch.dtype | None = None) -> "Absent":
         """The placeholder of a weight."""
         self: Any = cls(torch.empty((), dtype=dtype or weight.dtype, device=device).expand(weight.shape), name)
-        self._is_param = True  # what `isinstance(weight, nn.Parameter)` asks
+        self._is_param = True  # for `isinstance(weight, nn.Parameter)`
         self.is_trained = weight.requires_grad
         return self
 
@@ -79,7 +79,7 @@ class Absent(Tensor):
 
     @property
     def requires_grad(self) -> bool:
-        """That of the weight: a penalty may leave out frozen ones."""
+        """As for the weight: a penalty may leave out frozen ones."""
         return self.is_trained
 
     @requires_grad.setter
@@ -92,7 +92,7 @@ class Absent(Tensor):
         return self
 
     def refusal(self, what: str) -> UsageError:
-        """For a pass that does this."""
+        """The error for a pass that does this."""
         return UsageError(
             f"forward_step, the model or a hook {what}: another stage of the pipeline has that", f"use {FALLBACK}"
         )
@@ -102,7 +102,7 @@ def refuse_absent(values: Any, what: str) -> None:
     """Raises UsageError if one of these values was computed from weights of another stage."""
     for each in tree_leaves(values):
         if isinstance(each, Absent):
-            raise each.refusal(f"computes {what} from {each.origin}, beside the hidden states")
+            raise each.refusal(f"computes {what} from {each.origin}, besides the hidden states")
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """Cuts the chain of layers of a model into stages, by passes in one process before the run.
 
-1. A pass finds the chain: layers each of which gets the very hidden states that the one before returned.
+1. A pass finds the chain: layers that each get exactly the hidden states that the one before returned.
 2. A traced pass finds which weights each stage needs.
-3. A rehearsal plays the part of each stage: with the hidden states of the whole model it must give what that gives.
+3. A rehearsal plays the part of each stage: with the whole model's hidden states it must return the same as that.
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ from .absent import FALLBACK
 from .schedules import SCHEDULES
 from .stages import Cut, Stage, draws, entry_of, hidden_states, leave_before_layers
 
-NOISE = 0.02  # beside the weights in the rehearsal
+NOISE = 0.02  # added to the weights in the rehearsal
 
 
 def cut_of(setup: Setup) -> Cut:
@@ -46,7 +46,7 @@ def cut_of(setup: Setup) -> Cut:
             try:
                 found = tree_leaves(_detached(stage(ends[index - 1] if index else torch.empty(0))))
                 fits, why = all(is_same(*pair) for pair in zip(found, tree_leaves(expected), strict=True)), ""
-            except Exception as error:  # what a layer of another stage does not give
+            except Exception as error:  # for example, a layer of another stage does not return it
                 fits, why = False, f" ({line_of(error)})"
             if not fits:
                 raise UsageError(
@@ -60,8 +60,8 @@ def cut_of(setup: Setup) -> Cut:
 def find_cut(
     setup: Setup, passes: Callable[[Setup], AbstractContextManager[Forward]], states: Callable[[], Any]
 ) -> tuple[Cut, list[Any]]:
-    """A cut that nobody has rehearsed, and what `cut_chain` returns beside it. Raises UsageError if the model has no
-    chain of as many layers as stages. `passes` gives a pass in a `with` block, `states` those of the generators."""
+    """A cut without a rehearsal, and the other result of `cut_chain`. Raises UsageError if the model has no chain with
+    at least a layer per stage. `passes` gives a pass in a `with` block, `states` those of the generators."""
     model, size = setup.model, setup.plan.layout.pp
     num_stages = size * SCHEDULES[setup.plan.config.pipeline_schedule].per_process
     with passes(setup) as forward:
@@ -79,8 +79,8 @@ def find_cut(
 
 @dataclass
 class _Call:
-    """A call of a layer in a list: the hidden states that it got and gave, how many values it gave as a tuple, the
-    generators of random numbers before and after it, and the attributes that it left in its modules."""
+    """A call of a layer in a list: the hidden states that it got and returned, how many values it returned as a tuple,
+    the random generators before and after it, and the attributes that it set in its modules."""
 
     name: str
     given: Any
@@ -98,13 +98,13 @@ class _Call:
 
 
 def find_chain(model: nn.Module, forward: Forward, states: Callable[[], Any]) -> tuple[dict[str, int], list[str]]:
-    """The chain with most weights: layers each of which gets the hidden states of the one before, all of one
+    """The chain with most weights: layers that each get the hidden states of the one before, all of one
     shape and type. Raises UsageError if there is none, there are two, or its layers draw random numbers.
 
     Args:
         model: whole; hooks stay on it.
         forward: a pass.
-        states: gives those of the generators of random numbers.
+        states: returns those of the random generators.
 
     Returns:
         {layer: how many values it returns as a tuple, with the hidden states first; 0: the hidden states}, in the order
@@ -124,7 +124,7 @@ def find_chain(model: nn.Module, forward: Forward, states: Callable[[], Any]) ->
 
     runs = sorted((run for run in _runs(lists.values(), calls) if len(run) > 1), key=size, reverse=True)
     if not runs:
-        why = "has no list of layers each of which gets the output of the one before, of the same shape"
+        why = "has no list of layers where each gets the output of the one before, of the same shape"
         if number := max(Counter(call.name for call in calls).values(), default=1) - 1:
             why = f"calls a layer {number + 1} times in a pass of forward_step"
         raise UsageError(f"{name} {why}", f"use {FALLBACK}")
@@ -188,8 +188,8 @@ def layer_bounds(num_layers: int, num_stages: int) -> list[int]:
 
 
 def cut_chain(model: nn.Module, chain: Mapping[str, int], num_stages: int, forward: Forward) -> tuple[Cut, list[Any]]:
-    """Cuts a model so that a stage holds what its part of a pass uses, and what that depends on if the hidden states
-    with which it begins count for nothing, such as a table of positions that all layers get.
+    """Cuts a model so that a stage holds the weights that its part of a pass uses. These include all that the part
+    depends on apart from the hidden states with which it begins, such as a table of positions that all layers get.
 
     Args:
         model: whole; hooks stay on it.
@@ -239,7 +239,7 @@ def cut_chain(model: nn.Module, chain: Mapping[str, int], num_stages: int, forwa
 
 @contextmanager
 def _alone(setup: Setup) -> Iterator[Forward]:
-    """`passes_alone`, with noise beside the weights: zeros, as of new adapters, would hide what depends on them."""
+    """`passes_alone`, with noise added to the weights: zeros, as in new adapters, would hide what depends on them."""
     in_memory = [weight for weight in setup.model.parameters() if origin_of(weight) is None]  # others become random
     with passes_alone(setup) as forward:
         generators: dict[torch.device, torch.Generator] = {}
@@ -250,5 +250,5 @@ def _alone(setup: Setup) -> Iterator[Forward]:
 
 
 def _detached(value: Any) -> Any:
-    """Without the graph: as long as one lives, a weight that lends its place to another does not get it back."""
+    """Without the graph: while one is alive, a weight whose place another tensor takes cannot be restored."""
     return tree_map(lambda each: each.detach() if isinstance(each, Tensor) else each, value)

@@ -18,7 +18,7 @@ class Ddp(Strategy):
 
     name = "DDP"
     needs_all_weights = True  # DDP waits for the gradient of each
-    takes_means = True  # as torch's does; a hook that sums takes 60 µs a step more
+    takes_means = True  # as torch's DDP does; a hook that sums takes 60 µs more per step
     fallback = "--config_file accelerate_configs/single.yaml"
     cause_in_update = "{optimizer} changes weights differently in each process: use only gradients"
 
@@ -38,8 +38,8 @@ class Ddp(Strategy):
 
 
 def _refuses_missing_gradients(model: nn.Module) -> Callable[[], None]:
-    """What ends the run after a backward pass without the gradient of a weight that had one in the first step. DDP
-    waits for it, and leaves other gradients as they are in each process."""
+    """A function that ends the run after a backward pass without the gradient of a weight that had one in the first
+    step. DDP waits for it, and leaves the other gradients unsummed in each process."""
     waited: dict[str, Tensor] = {}
 
     def check() -> None:
@@ -56,7 +56,7 @@ def _refuses_missing_gradients(model: nn.Module) -> Callable[[], None]:
 
 def _let_ddp_send_state_alone(model: nn.Module) -> None:
     """DDP sends the first process's buffers before each forward pass, for example BatchNorm's. A buffer that no
-    checkpoint holds is no state, but a constant, for example a table of positions: each process has computed it."""
+    checkpoint holds is not state, but a constant, for example a table of positions: each process has computed it."""
     constants = [
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()

@@ -35,8 +35,8 @@ def _own_file(environment: Environment) -> str:
 
 
 def section_of_config(environment: Environment) -> dict[str, Any]:
-    """What DeepSpeed's own file says, or the config file's section in the words of such a file; empty without
-    DeepSpeed. Raises UsageError for a file that is no JSON object."""
+    """The content of DeepSpeed's own file, or the config file's section with the keys of such a file; empty without
+    DeepSpeed. Raises UsageError for a file that is not a JSON object."""
     settings = environment.settings
     if not environment.uses("deepspeed"):
         return {}
@@ -44,7 +44,7 @@ def section_of_config(environment: Environment) -> dict[str, Any]:
         try:
             return dict(json.loads(Path(name).read_text(encoding="utf-8")))
         except (OSError, TypeError, ValueError) as error:
-            why = getattr(error, "strerror", None) or f"no JSON object ({error})"
+            why = getattr(error, "strerror", None) or f"not a JSON object ({error})"
             raise UsageError(f"deepspeed_config_file: {name}: {why}", "use the path of a JSON file") from None
     stage = settings.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
     offload = {
@@ -59,7 +59,7 @@ def section_of_config(environment: Environment) -> dict[str, Any]:
 
 
 def _zero(environment: Environment) -> dict[str, Any]:
-    """What the config says of what to divide, and where to keep it."""
+    """The part of the config on what to divide, and where to keep it."""
     return section_of_config(environment).get("zero_optimization") or {}
 
 
@@ -83,7 +83,7 @@ def precision_of(environment: Environment) -> str:
 
 
 def check_config(layout: Layout, config: RunConfig) -> None:
-    """A stage or other strategy that these recipes do not run under DeepSpeed."""
+    """Refuses a stage or another strategy that these recipes do not support under DeepSpeed."""
     section, stage = section_of_config(layout.environment), zero_stage(layout.environment)
     for other in [name for name in layout.strategies if name != DeepSpeed.name]:
         raise UsageError(
@@ -110,7 +110,7 @@ def check_config(layout: Layout, config: RunConfig) -> None:
 
 
 def check_packages(layout: Layout, config: RunConfig) -> None:
-    """Packages and compilers that DeepSpeed needs."""
+    """Refuses a missing package or compiler that DeepSpeed needs."""
     for package in ("deepspeed", "transformers"):  # Accelerate's DeepSpeed code reads transformers' version
         if find_spec(package) is None:
             raise UsageError(f"this config needs {package}", "run pip install deepspeed ninja")
@@ -122,7 +122,7 @@ def check_packages(layout: Layout, config: RunConfig) -> None:
 
 
 def check_weights(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """Weights that DeepSpeed would silently cast, to float32 or with fewer bits in bf16, or that it cannot send."""
+    """Refuses weights that DeepSpeed would silently cast, to float32 or fewer bits in bf16, or that it cannot send."""
     kept = (torch.float32, *(LOW_PRECISION if plan.layout.precision != "float32" else ()))
     for name, weight in model.named_parameters():
         if not weight.ndim:
@@ -138,7 +138,7 @@ def check_weights(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
 
 
 def check_section(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """A DeepSpeed section or file that contradicts the command line."""
+    """Refuses a DeepSpeed section or file that contradicts the command line."""
     section = section_of_config(plan.layout.environment)
     for key, (value, flag) in _settings_of_flags(plan).items():
         given = section.get(key, "auto")
@@ -227,7 +227,7 @@ def configure(accelerator: Accelerator, model: nn.Module, plan: Plan) -> None:
 
 
 def _fills(key: str, model: nn.Module) -> bool:
-    """Whether Accelerate has a value for `auto`: for three keys, from the hidden size of a model of transformers."""
+    """Whether Accelerate has a value for `auto`: for three keys, from the hidden size of a transformers model."""
     names = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
     return key in names and any(
         hasattr(getattr(model, "config", None), name) for name in ("hidden_size", "hidden_sizes")

@@ -23,7 +23,7 @@ AVERAGE = "average"  # a slot of the optimizer state, so that DeepSpeed gathers 
 
 
 class _NotByElement(TorchFunctionMode):
-    """Notes the functions that make something of another size from a shard, which has parts of several weights."""
+    """Notes the functions whose result differs in size from a shard, which has parts of several weights."""
 
     def __init__(self, sizes: Collection[int]):
         super().__init__()
@@ -118,21 +118,21 @@ class DeepSpeedEngine(Engine):
         return result
 
     def _check_order(self) -> None:
-        """Raises UsageError if the gradients arrived in another order than those of the first pass of process 0. ZeRO
-        adds them up in the order of arrival: it would add the gradients of different weights."""
+        """Raises UsageError if the gradients did not arrive in the order of the first pass of process 0. ZeRO adds them
+        up in the order of arrival: it would add the gradients of different weights."""
         if self._first_order is None:
             orders: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(orders, self._order)
             self._first_order = orders[0]
         if self._order != self._first_order:
             raise UsageError(
-                f"the forward pass of process {self.accelerator.process_index} takes another path through the model "
-                "than other passes do, as with experts, which ZeRO does not support: use --config_file "
+                f"the forward pass of process {self.accelerator.process_index} takes a different path through the "
+                "model than other passes, as with experts, which ZeRO does not support: use --config_file "
                 "accelerate_configs/ddp.yaml"
             )
 
     def shards(self) -> list[Shard]:
-        """As `Engine.shards`, but each tensor is whole; `get` gathers one tensor at a time."""
+        """Like `Engine.shards`, but each tensor is whole; `get` gathers one tensor at a time."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         self._link_states()
@@ -172,7 +172,7 @@ class DeepSpeedEngine(Engine):
         return [(flat, zero.optimizer.state[flat]) for flat in flats]
 
     def load_parts(self, reader: TensorReader) -> None:
-        """As `Engine.load_parts`, and the weights: in bf16 the engine made its float32 copy from rounded ones."""
+        """Like `Engine.load_parts`, and the weights: in bf16 the engine made its float32 copy from rounded ones."""
         saved, found = self.saved_tensors(), optimizer_slots(reader)
         weights = {name: weight for name, weight in saved.items() if _is_trained(weight)}
         slots = {f"optimizer.{name}.{slot}": (weights[name], slot) for name in weights for slot in found.get(name, [])}

@@ -1,12 +1,12 @@
 """Derives how tensor parallelism divides a model without a `tp_plan` that fits, from passes of its `forward_step`.
 
-1. A trace finds pairs: linear layers ("columns") whose outputs go to other linear layers ("rows") alone, which get
+1. A trace finds pairs: linear layers ("columns") whose outputs go only to other linear layers ("rows"), which get
    nothing else.
-2. A rehearsal plays the part of each process, in this process: the columns give its share of random outputs, and the
-   rows must get its share of what they get from all outputs. Everything else must stay as it is. Numbers of heads and
-   widths that the modules around hold are divided until it fits.
+2. A rehearsal plays the part of each process, in this process: the columns return its share of random outputs, and the
+   rows must get its share of what they get from all outputs. Everything else must stay the same. Numbers of heads and
+   widths in the surrounding modules are divided until it fits.
 
-Names and classes of models play no part. What mixes features, such as a norm, does not fit: its layers stay whole.
+Names and classes of models do not matter. Layers around something that mixes features, such as a norm, stay whole.
 """
 
 import re
@@ -23,10 +23,10 @@ from torch.utils._pytree import tree_leaves
 from ..alone.passes import OperationTrace, is_same
 from .tensor_plan import NORM_OF_HEADS, NUMBER, is_conv1d, is_linear, kind_of, shared_layers, width_of
 
-PACKS = (1, 3, 2)  # equal parts side by side in the outputs of a layer, of each of which a process takes its share
+PACKS = (1, 3, 2)  # equal parts side by side in a layer's outputs; a process takes its share of each part
 OUTPUT = "the output"  # of the pass, among what a layer feeds
 HEADS = re.compile(r"heads?$")  # of a number of heads
-NO_WIDTH = re.compile(r"_features$|^nf$|head_(dim|size)$")  # numbers that no pass uses, or that stay
+NO_WIDTH = re.compile(r"_features$|^nf$|head_(dim|size)$")  # numbers that no pass uses, or that do not change
 
 Call = tuple[str, int]  # the name of a layer, and how often it was called before in this pass
 Forward = Callable[[], Any]
@@ -50,10 +50,10 @@ def derive(model: nn.Module, forward: Forward, size: int, packs: Sequence[int] =
 
 
 class _Passes:
-    """Passes of a model in which the linear layers give what they are told.
+    """Passes of a model in which the linear layers return given outputs.
 
-    In the first one they give their outputs, and random numbers beside: outputs of a pretrained model may be zeros,
-    which show nothing. It is traced. Those that follow repeat these outputs, or shares of them.
+    In the first one, which is traced, they return their outputs plus random numbers: outputs of a pretrained model may
+    be zeros, which show nothing. Later passes repeat these outputs, or shares of them.
     """
 
     def __init__(self, model: nn.Module, forward: Forward):
@@ -85,8 +85,8 @@ class _Passes:
                 self._consumers[source].add(name)
 
     def _run(self, give: Callable[..., Tensor], runs_layers: bool = False) -> dict[Call, Any]:
-        """A pass in which `give` (call, input, own output if the layers run) says what each linear layer gives. Returns
-        what each got, and the outputs of the pass."""
+        """A pass in which `give` (call, input, own output if the layers run) makes each linear layer's output. Returns
+        each layer's input, and the outputs of the pass."""
         taken, number = dict[Call, Any](), Counter[str]()
         for name, layer in self.layers.items():
 
@@ -105,8 +105,8 @@ class _Passes:
         return taken | {(OUTPUT, index): value for index, value in enumerate(results)}
 
     def pairs(self) -> list[tuple[set[str], set[str]]]:
-        """(columns, rows), those with most weights first. What the columns give goes to the rows alone, which get
-        nothing else. Layers of a kind are together: one may pass on to the next what depends on its heads."""
+        """(columns, rows), those with most weights first. The columns' outputs go only to the rows, which get nothing
+        else. Layers of a kind are together: one may pass on to the next what depends on its heads."""
         found: dict[Any, tuple[set[str], set[str]]] = {}
         seen = set[str]()
         for start, sources in self._sources.items():
@@ -189,8 +189,8 @@ class _Passes:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a linear layer does with a part of its weight what torch's own does. A subclass may need the whole
-    weight, as with weights of few bits, or take something else than its inputs."""
+    """Whether a linear layer works with a part of its weight like torch's own. A subclass may need the whole weight,
+    as with quantized weights, or take something other than its inputs."""
     if not is_linear(module):
         return False
     if type(module).forward in (nn.Linear.forward, nn.Embedding.forward) or is_conv1d(module):

@@ -2,8 +2,8 @@
 
 Before the experts, the processes of a group gather all their tokens. Each takes those that the router sends to its own
 experts. Then the outputs are summed, and each process gets those of its tokens back. GShard (Lepikhin et al. 2020) and
-DeepSpeed-MoE send each token only where it goes; here no size depends on the router, so that a GPU never waits for one,
-and the traffic is the same from as many experts per token on as the group has processes.
+DeepSpeed-MoE send each token only where it goes; here no size depends on the router, so that a GPU never waits for one.
+The traffic is the same if each token has at least as many experts as the group has processes.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from .tensor_styles import Mirrored, TensorGroup, divide_weight, gather, other_w
 
 
 def check_config(layout: Layout, config: RunConfig) -> None:
-    """Experts under DDP or DeepSpeed, or a group that does not divide the processes."""
+    """Refuses experts under DDP or DeepSpeed, or a group size that does not divide the processes."""
     if not {"FSDP2", "TP"} & {*layout.strategies}:  # Accelerate refuses divided weights under DDP
         raise UsageError(
             f"--expert_parallel {layout.ep} needs FSDP2 for the other weights",
@@ -50,7 +50,7 @@ def check_config(layout: Layout, config: RunConfig) -> None:
 
 
 def check_experts(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """A model without experts, or with a number of them that does not divide."""
+    """Refuses a model without experts, or whose number of experts does not divide evenly."""
     found, size = experts_of(model), plan.layout.ep
     if not found:
         raise UsageError(
@@ -115,7 +115,7 @@ class ExpertGroup:
         """Makes a module of experts that holds its share of the weights compute the tokens of all processes."""
         forward, config = experts.forward, experts.config
         experts.num_experts //= self.size
-        experts._is_expert_parallel = True  # an index that is no expert of this process stands for none
+        experts._is_expert_parallel = True  # indices of other processes' experts count as no expert
         if config._experts_implementation == "eager":  # it may leave a weight without a gradient
             config._experts_implementation = "grouped_mm"
         for weight in experts.parameters():
@@ -139,7 +139,7 @@ class ExpertGroup:
         experts.forward = partial(_divide_tokens, self._tensor, on_all_tokens) if self._tensor else on_all_tokens
 
     def _sum_over_replicas(self, gradient: Any) -> Any:
-        """The gradient for the tokens of all groups, of one for those of this group."""
+        """The gradient for the tokens of all groups, from this group's gradient."""
         own = gradient.to_local().clone()  # autograd may need the gradient elsewhere
         dist.all_reduce(own, group=self._replicas)
         return type(gradient).from_local(own, gradient.device_mesh, gradient.placements, run_check=False)

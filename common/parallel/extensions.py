@@ -27,7 +27,7 @@ def extensions_folder() -> Path:
     with suppress(OSError):  # the feature flags of the processor, on Linux
         facts += re.findall(r"^(?:flags|Features)\s*:.*", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[:1]
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
-    name = f"accelerate_recipes_{key}_whole"  # without: named before they were whole
+    name = f"accelerate_recipes_{key}_whole"  # without "whole": named before they were complete
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     return root if root.name == name else root / name
 
@@ -36,8 +36,8 @@ def load_extensions(names: list[str]) -> None:
     """Loads extensions, keys of `BUILDERS`, for DeepSpeed; compiles them first if necessary.
 
     torch marks a running build with a file. If the process is killed, the file stays, and all later builds wait
-    forever; its compilers go on, and write into the files of the next build. Here each build has a folder of its own,
-    which gets its name when it is whole. One process at a time builds, under a lock that ends with the process.
+    forever; its compilers continue, and write into the files of the next build. Here each build has its own folder,
+    which gets its name when it is complete. One process at a time builds, under a lock that ends with the process.
     """
     from deepspeed.accelerator import get_accelerator
     from torch.utils.cpp_extension import _import_module_from_library

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def check_version(layout: Layout, config: RunConfig) -> None:
-    """FSDP1, or weights to move from a GPU that is not there."""
+    """Refuses FSDP1, or offloading from a GPU that is not there."""
     environment = layout.environment
     if not environment.uses("fsdp"):
         return
@@ -56,7 +56,7 @@ def check_version(layout: Layout, config: RunConfig) -> None:
 
 
 def check_weights(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """A weight that FSDP2 would hold in another kind of memory than the others."""
+    """Refuses a weight that FSDP2 would hold in a different kind of memory from the others."""
     scalar = next((name for name, weight in model.named_parameters() if weight.ndim == 0), None)
     if scalar is not None and offloads(plan.layout):
         raise UsageError(
@@ -67,7 +67,7 @@ def check_weights(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
 
 
 def check_layers(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """A class of layers that the config file names and the model lacks."""
+    """Refuses a class of layers that the config file names, but the model does not have."""
     present = {type(module).__name__ for module in model.modules()}
     if missing := [name for name in classes_in_the_file(plan.layout) if name not in present]:
         raise UsageError(
@@ -87,7 +87,7 @@ class Fsdp2(Strategy):
     model_checks = (check_weights, check_layers)
 
     def is_requested(self, layout: Layout) -> bool:
-        # Beside tensor parallelism, it also sums the gradients of those that share the tokens of a sample.
+        # With tensor parallelism, it also sums the gradients of processes that share the tokens of a sample.
         is_sharded = layout.environment.uses("fsdp") or layout.environment.mesh_size("dp_shard") > 1
         return is_sharded or (layout.tp > 1 and layout.sp > 1)
 
@@ -102,7 +102,7 @@ class Fsdp2(Strategy):
         PartialState(backend="gloo", timeout=timeout).distributed_type = DistributedType.MULTI_GPU  # as on GPUs
 
     def after_start(self) -> None:
-        # Else transformers loads weights in the first process alone. Here each process reads its shards from the disk.
+        # Otherwise transformers loads weights only in the first process. Here each process reads its shards from disk.
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
 
     def divide(self, part: Part, plan: Any, grid: Grid) -> None:
@@ -124,13 +124,13 @@ class Fsdp2(Strategy):
             fully_shard(modules, **options)
         if head:  # the backward pass begins with it, before it would be gathered again
             fully_shard(head, **options | {"reshard_after_forward": False})
-        fully_shard(part.root, **options)  # what runs: it gathers the rest
+        fully_shard(part.root, **options)  # the module that runs: it gathers the rest
         # To `generate`: all processes take as many passes as the longest answer needs.
         model._is_fsdp_managed_module = True  # type: ignore[assignment]
         if hasattr(model, "generate"):
             fsdp.register_fsdp_forward_method(model, "generate")  # it calls an encoder without the model around it
         for module in part.root.modules():
-            if isinstance(module, FSDPModule):  # not those of before: it has changed their classes
+            if isinstance(module, FSDPModule):  # only these: FSDP2 has changed their classes
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         sum_scalars(model, grid.shards.get_all_groups())
@@ -167,7 +167,7 @@ def _checkpoint_activations(layers: Sequence[nn.Module], layout: Layout) -> None
 
 
 def mixed_precision_policy(precision: str) -> "MixedPrecisionPolicy":
-    """What FSDP2 casts: it gathers weights in 16 bits and sums gradients in float32, as torchtitan does by default.
+    """The casts of FSDP2: it gathers weights in 16 bits and sums gradients in float32, as torchtitan does by default.
     Accelerate's default is to sum them in 16 bits; then the result depends more on the number of processes."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -178,8 +178,8 @@ def mixed_precision_policy(precision: str) -> "MixedPrecisionPolicy":
 
 
 def sum_scalars(model: nn.Module, groups: Sequence[Any]) -> None:
-    """Lets processes sum the gradients of the weights without dimensions, such as CLIP's temperature, as FSDP2 does for
-    the others: each process holds these whole. `groups`: of the processes, along each dimension of their mesh."""
+    """Makes processes sum the gradients of weights without dimensions, such as CLIP's temperature, as FSDP2 does for
+    other weights: each process holds these whole. `groups`: of the processes, along each dimension of their mesh."""
 
     def total(gradient: Tensor) -> Tensor:
         gradient = gradient.clone()  # autograd may need it elsewhere
@@ -198,7 +198,7 @@ def _is_of_experts(weight: Tensor) -> bool:
 
 
 def _say_what_is_gathered_at_once(setup: Setup, layers: Sequence[nn.Module]) -> None:
-    """Prints a line if FSDP gathers layers with the rest of the model, or all of it, or not what the file asks for."""
+    """Prints a line if FSDP gathers layers with the rest of the model, or all of it, or ignores a key of the file."""
     accelerator, model, layout = setup.accelerator, setup.model, setup.plan.layout
     settings = layout.environment.settings
     for key in without_effect(settings.get("FSDP_AUTO_WRAP_POLICY"), settings.get("FSDP_MIN_NUM_PARAMS")):
@@ -206,7 +206,7 @@ def _say_what_is_gathered_at_once(setup: Setup, layers: Sequence[nn.Module]) -> 
     kept = {type(layer).__name__ for layer in layers}
     if left := sorted({type(module).__name__ for module in model.modules()} & (named_classes(model, layout) - kept)):
         accelerator.print(
-            f"a {left[0]} shares a weight with what is outside it: FSDP gathers each {', '.join(left)} with the rest "
+            f"a {left[0]} shares a weight with a module outside it: FSDP gathers each {', '.join(left)} with the rest "
             "of the model at once, which saves less memory"
         )
     elif not layers:

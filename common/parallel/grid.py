@@ -47,14 +47,14 @@ class Grid:
         )
 
     def _patient(self, mesh: "DeviceMesh") -> "DeviceMesh":
-        """The mesh; its groups wait as others do: after NCCL's 10 minutes no watchdog would have named a process."""
+        """The mesh, with the timeout of other groups: NCCL's 10 minutes are over before the watchdog acts."""
         for group in mesh.get_all_groups():
             dist.distributed_c10d._set_pg_timeout(collective_timeout(self.hang_timeout), group)
         return mesh
 
     @cached_property
     def shards(self) -> "DeviceMesh":
-        """The processes among which FSDP2 divides the weights of this process, and with replicas, those."""
+        """The processes among which FSDP2 divides the weights of this process, and the replicas, if there are any."""
         names: list[str] = [axis for axis in ("dp_shard", "sp") if axis in self.sizes]
         if len(names) > 1:
             self._patient(self.mesh[tuple(names)]._flatten("fsdp"))
@@ -63,8 +63,8 @@ class Grid:
 
     @cached_property
     def experts(self) -> "DeviceMesh":
-        """The processes that share the experts of each layer, and those that hold the same ones: all with tokens of
-        their own, of which tensor parallelism gives each a share."""
+        """The processes that share the experts of each layer, and those that hold the same ones: all with their
+        own tokens, which tensor parallelism divides among them."""
         from torch.distributed.device_mesh import DeviceMesh
 
         layout = self.layout

@@ -1,4 +1,4 @@
-"""Gives hooks on weights, and code that reads sharded weights, the values that one process would give them."""
+"""Gives hooks on weights, and code that reads sharded weights, the same values as on one process."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -16,7 +16,7 @@ Hook = Callable[[Tensor], Tensor | None]
 
 
 def take_hooks(model: nn.Module, layout: Layout, fallback: str) -> dict[str, list[Hook]]:
-    """{name: hooks} of a model's weights, which lose them. Raises UsageError for hooks that would see other values."""
+    """{name: hooks} of a model's weights, which lose them. Raises UsageError for hooks whose values would differ."""
     found: dict[str, list[Hook]] = {}
     for name, weight in model.named_parameters():
         with torch._C.DisableTorchFunctionSubclass():  # a weight on the disk stays there
@@ -83,14 +83,14 @@ def _on_whole(function: Hook, factor: int, gradient: Any) -> Tensor | None:
 
 
 def refuse_numbers_of_shares() -> None:
-    """Makes `float()` and `.item()` of a divided tensor raise UsageError: torch returns that of the share."""
+    """Makes `float()` and `.item()` of a divided tensor raise UsageError: torch returns the share's number."""
     from torch.distributed.tensor import DTensor
 
     def number(operation: Any, args: Any, kwargs: Any) -> Any:
         if any(not placement.is_replicate() for placement in args[0].placements):
             raise UsageError(
-                "the recipe, a hook or the optimizer reads a number, as float() and .item() do, of a tensor of which "
-                "this process has a share: use .full_tensor() before, in all processes"
+                "the recipe, a hook or the optimizer reads a number, with float() or .item(), from a tensor of which "
+                "this process has a share: call .full_tensor() first, in all processes"
             )
         return operation(args[0].to_local())
 

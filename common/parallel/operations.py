@@ -21,7 +21,7 @@ Origins = frozenset[str]  # the operations, and layers, that a tensor comes from
 
 
 class Operations(OperationTrace):
-    """Notes in `found` the operations on the outputs of divided layers, but for those of each element by itself."""
+    """Notes in `found` the operations on the outputs of divided layers, except elementwise ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Operations(OperationTrace):
         self.found |= {f"{what} of {' and '.join(sorted(origins))}"} if origins else set()
 
     def mark(self, values: Any, origins: Origins) -> None:
-        """Lets these values come from divided layers."""
+        """Marks these values as coming from divided layers."""
         for each in tree_leaves(values):
             if isinstance(each, Tensor):
                 self.origins[each] = origins
@@ -80,10 +80,10 @@ class Operations(OperationTrace):
 
 
 def watched(engine: Engine, styles: Mapping[str, str]) -> NumberedStep:
-    """The `forward_step` of an engine; it raises UsageError if a pass draws random numbers or does more between divided
-    layers, and those of the first steps did not. Watched are the passes of steps whose result is read, the first one
-    after each step in an evaluation, and those of new shapes; of the others only whether they draw. `styles`: of the
-    plan that divides its layers, if there is one."""
+    """The `forward_step` of an engine; it raises UsageError if a pass draws random numbers or computes more between
+    divided layers than the first steps did. It watches the passes of steps whose result is read, the first one after
+    each step in an evaluation, and those of new shapes; in others only whether they draw. `styles`: of the plan that
+    divides the layers, if there is one."""
     forward_step, plan, last = engine.forward_step, engine.plan, [(True, -1)]
     first = dict[bool, int]()  # {whether a pass has gradients: number of the first step with such a pass}
     known, seen, draws = {True: set[str](), False: set[str]()}, set[Any](), set[bool]()
@@ -95,7 +95,7 @@ def watched(engine: Engine, styles: Mapping[str, str]) -> NumberedStep:
         if generator_states(engine.accelerator.device) != states and is_training not in draws:
             if not is_first:
                 raise UsageError(
-                    f"a pass draws random numbers in step {number + 1}, as dropout does, and those of the first steps "
+                    f"a pass draws random numbers in step {number + 1}, such as dropout, but those of the first steps "
                     f"do not; {plan.layout} divides it",
                     "set dropout to 0, or use --config_file accelerate_configs/fsdp2.yaml",
                 )

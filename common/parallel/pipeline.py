@@ -31,7 +31,7 @@ from .strategy import Division, Strategy
 
 
 def check_stages(layout: Layout, config: RunConfig) -> None:
-    """A config whose processes the stages do not divide, or that does not work with them."""
+    """Refuses a config whose number of processes the stages do not divide, or that does not work with stages."""
     others = layout.dp_replicate * layout.sp * layout.tp
     if layout.num_processes % (layout.pp * others):
         raise UsageError(
@@ -50,7 +50,7 @@ def check_stages(layout: Layout, config: RunConfig) -> None:
 
 
 def check_schedule(layout: Layout, config: RunConfig) -> None:
-    """A schedule without stages, or one that goes wrong beside another choice."""
+    """Refuses a schedule without stages, or one that does not work with another setting."""
     name = config.pipeline_schedule
     if SCHEDULES[name].is_zero_bubble and layout.dp_shard > 1 and gathers_again(layout):
         # Torch looks for the gradients of the weights that it finds in the module: then not those of the graph.
@@ -69,11 +69,11 @@ def check_schedule(layout: Layout, config: RunConfig) -> None:
 
 
 def check_micro_batches(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """A number of micro-batches that an interleaved schedule cannot take in rounds of the same number."""
+    """Refuses a number of micro-batches that an interleaved schedule cannot divide into equal rounds."""
     number, stages = plan.accumulation, plan.layout.pp
     if plan.config.pipeline_schedule == "interleaved" and number % (number // stages):
         raise UsageError(
-            f"--pipeline_schedule interleaved with {number} micro-batches: they are no multiple of {number // stages}",
+            f"--pipeline_schedule interleaved with {number} micro-batches: not a multiple of {number // stages}",
             f"use --pipeline_schedule 1f1b, or a multiple of {stages} micro-batches",
         )
 
@@ -84,7 +84,7 @@ class PipelineParallel(Strategy):
     takes_fp16 = False
     fallback = FALLBACK
     cause_at_once = (
-        "something beside the layers {draws}changes hidden states, logits or losses in a way that one stage alone does "
+        "something outside the layers {draws}changes hidden states, logits or losses in a way that a single stage does "
         "not see: use {fallback}"
     )
     launch_checks = (check_stages, check_schedule)
@@ -140,8 +140,8 @@ class PipelineEngine(Engine):
         dist.all_reduce(torch.zeros((), device=self.device), group=self.group)  # NCCL begins a group with all of it
         axes = [axis for axis in ("dp_replicate", "sp") if axis in division.grid.sizes and not is_sharded]
         self._replicas = [mesh.get_group(axis) for axis in axes]
-        # A schedule that sees FSDP2 gathers a stage once for all micro-batches, and holds its whole gradients. Hidden
-        # in another module, FSDP2 gathers a layer at a time, and sums the gradients of each micro-batch.
+        # A schedule that sees FSDP2 gathers a stage once for all micro-batches, and holds its whole gradients. If it is
+        # hidden in another module, FSDP2 gathers a layer at a time, and sums the gradients of each micro-batch.
         hides = is_sharded and gathers_again(layout)
         roots = {index: nn.Sequential(stage) if hides else stage for index, stage in self.stages.items()}
         self._take_passes = make_steps(schedule, layout.pp, roots, self.device, self.group)
@@ -196,7 +196,7 @@ class PipelineEngine(Engine):
 
     def _refuse_new_hooks(self) -> None:
         num_all, num_of_recipe = self._num_hooks
-        if sum(map(len, self._hooks)) != num_all and num_hooks(self._hooks) != num_of_recipe:  # mostly the cheap one
+        if sum(map(len, self._hooks)) != num_all and num_hooks(self._hooks) != num_of_recipe:  # usually the cheap one
             raise UsageError(
                 "a hook was registered on a module of the model, or removed, after fit began: a pipeline runs copies "
                 "of the model, and not all of them got it",
@@ -252,14 +252,14 @@ class PipelineEngine(Engine):
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, number: int) -> Values:
-        """Several batches are under way at a time, because the first stages wait only for the next one."""
+        """Several batches are in flight at a time, because the first stages wait only for the next one."""
         hidden, result = torch.empty(0), Values()
         with restore_generators(self.device):
             shape = self._shape_of(batch, number)
         for index, process in self._process_of.items():
             if stage := self.stages.get(index):
                 stage.shape, stage.run = shape, lambda model: self.forward_step(model, batch, number)
-                # Each stage draws the same.
+                # Each stage draws the same numbers.
                 with restore_generators(self.device):
                     hidden = result = stage(hidden)
             if (receiver := self._process_of.get(index + 1, process)) != process:
@@ -288,7 +288,7 @@ class PipelineEngine(Engine):
 
     @cached_property
     def _shared(self) -> list[tuple[str, Tensor, list[int]]]:
-        """(first name, weight, processes that hold it) of the trained weights here that others hold, too, such as tied
+        """(first name, weight, processes that hold it) of the trained weights here that others also hold, such as tied
         embeddings; in the order of their names, the same in all processes."""
         first = self._cut.first_names
         found = {weight: name for name, weight in self.saved_tensors().items() if weight.requires_grad}  # each once

@@ -19,8 +19,8 @@ class Schedule:
 
     kind: str  # its class there
     per_process: int = 1  # how many stages a process has: every so many
-    # A process has stage s and the one that is as far from the end. A backward pass is two: for the hidden states,
-    # which others wait for, and later for the weights.
+    # A process has stage s and the stage equally far from the end. A backward pass has two parts: for the hidden
+    # states, which others wait for, and later for the weights.
     is_zero_bubble: bool = False
 
     def places(self, size: int) -> dict[int, int]:

@@ -18,7 +18,7 @@ from .strategy import Strategy
 
 
 def check_layers(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """A model that cannot divide samples, or not by this number. Tensor parallelism leaves each process some heads."""
+    """Refuses a model that cannot divide samples, or not by this number. Tensor parallelism also divides the heads."""
     divider = divider_of(model, plan.layout.sp)
     if plan.layout.tp > 1:
         try:
@@ -32,7 +32,7 @@ class SequenceParallel(Strategy):
     axis = "sp"
     wraps = of_weights = False
     cause_at_once = (
-        "a layer beside attention {draws}needs all tokens of a sample, as convolutions do: use --config_file "
+        "a layer other than attention {draws}needs all tokens of a sample, as convolutions do: use --config_file "
         "accelerate_configs/fsdp2.yaml"
     )
     model_checks = (check_layers,)
@@ -86,7 +86,7 @@ class DividesSequences(Protocol):
 
 
 def divider_of(model: nn.Module, size: int) -> DividesSequences:
-    """What divides the sequences of a model, or of one inside. Raises UsageError if `size` processes cannot."""
+    """The object that divides the sequences of a model, or of one inside. Raises UsageError if `size` does not work."""
     found: list[Any] = [module.sequence_parallel for module in model.modules() if hasattr(module, "sequence_parallel")]
     if not found:
         raise UsageError(

@@ -14,7 +14,7 @@ BY_CLASSES = (
 
 
 def without_effect(policy: object, min_num_params: object) -> list[str]:
-    """The keys of fsdp_config that choose layers in another way, from the values of its fsdp_auto_wrap_policy and
+    """The keys of fsdp_config that choose layers differently, from the values of its fsdp_auto_wrap_policy and
     fsdp_min_num_params: None if it has none, but Accelerate's launcher makes 100,000,000 of the latter."""
     is_set = str(min_num_params) not in ("None", "", "100000000")
     by_policy = policy in ("NO_WRAP", "SIZE_BASED_WRAP")
@@ -27,14 +27,14 @@ def gathers_again(layout: Layout) -> bool:
 
 
 def offloads(layout: Layout) -> bool:
-    """Whether shards lie in the memory of the CPU, as the config file says."""
+    """Whether shards are in CPU memory, as the config file says."""
     return layout.environment.is_true("fsdp_offload_params")
 
 
 def sharded_layers(model: nn.Module, layout: Layout) -> list[nn.Module]:
     """The layers that FSDP gathers one at a time: their classes are those that the config file names, else those in
-    `_no_split_modules`. A class of which a layer shares a weight with what is outside it is left out: its weights stay
-    with the rest of the model. A layer comes after those inside it, as torch's `fully_shard` needs."""
+    `_no_split_modules`. A class is left out if one of its layers shares a weight with a module outside: its weights
+    stay with the rest of the model. A layer comes after those inside it, as torch's `fully_shard` needs."""
     classes = named_classes(model, layout)
     while apart := {
         type(layer).__name__
@@ -77,8 +77,8 @@ def places_of(model: nn.Module, classes: Container[str]) -> dict[nn.Parameter, s
 
 
 def ends_of(model: nn.Module, layers: Sequence[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
-    """(the input embedding, the last norm and the head) of a model of transformers, outside of layers. FSDP gathers
-    them by themselves, so that none is held for the whole step; none if they share a weight, as tied embeddings do."""
+    """(the input embedding, the last norm and the head) of a transformers model, outside of layers. FSDP gathers
+    them separately, so that none is held for the whole step; none if they share a weight, like tied embeddings."""
     inside = {module for layer in layers for module in layer.modules()}
     outside = [module for module in model.modules() if module not in inside]
     weights = [weight for module in outside for weight in module.parameters(recurse=False)]

@@ -34,7 +34,7 @@ class Cut:
     # evaluation, may use them anywhere.
     untouched: frozenset[str]
     first_names: Mapping[str, str]  # {parameter: its first name}, under all names
-    left: frozenset[str] = frozenset()  # attributes that layers of the chain set in a pass, as for a loss beside it
+    left: frozenset[str] = frozenset()  # attributes that layers of the chain set in a pass, such as for an extra loss
 
 
 def hidden_states(*args: Any, **named: Any) -> Any:
@@ -51,7 +51,7 @@ def _leave(*args: Any, **named: Any) -> Tensor:
 
 
 def leave_before_layers(run: Run, model: nn.Module, is_entry: bool = False) -> Tensor:
-    """The hidden states with which a pass comes to the layers after those of a stage, or of an entry."""
+    """The hidden states with which a pass reaches the layers after those of a stage, or of an entry."""
     try:
         with in_front(Absent.in_front or is_entry):
             run(model)
@@ -65,7 +65,7 @@ def leave_before_layers(run: Run, model: nn.Module, is_entry: bool = False) -> T
 
 
 class _StageOnly(TorchDispatchMode):
-    """Refuses collectives with processes of other stages, which take other passes: all would wait forever."""
+    """Refuses collectives with processes of other stages, which take different passes: all would wait forever."""
 
     def __init__(self, ranks: Collection[int]):
         super().__init__()
@@ -78,7 +78,7 @@ class _StageOnly(TorchDispatchMode):
             if not self._ranks.issuperset(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))):
                 raise UsageError(
                     "forward_step calls a collective of all processes, and those of other stages do not call it: "
-                    f"return the values, as metrics, whose means are of all processes, or use {FALLBACK}"
+                    f"return the values as metrics, which are means over all processes, or use {FALLBACK}"
                 )
         return function(*args, **(kwargs or {}))
 
@@ -100,10 +100,10 @@ def in_one_stage(forward_step: NumberedStep, ranks: Collection[int]) -> Numbered
 class Stage(nn.Module):
     """A range of the layers of a model, and what runs before or after all of them.
 
-    Layers of other stages keep their place and class and lose their weights. Those before this stage give tensors
-    without values, but for the last of them, which gives what `forward` got; that after it ends the pass. In front of
-    the first layer, weights of other stages have no values either: the results are replaced. The model is changed in
-    place.
+    Layers of other stages keep their place and class and lose their weights. Those before this stage return tensors
+    without values, except the last of them, which returns what `forward` got; the layer after this stage ends the pass.
+    Before the first layer, weights of other stages have no values either: the results are replaced. The model is
+    changed in place.
     """
 
     run: Run
@@ -150,7 +150,7 @@ class Stage(nn.Module):
         if self.others and torch.is_grad_enabled():
             for weight in leaves_of(graph_of([values])) & self.others.keys():
                 raise Absent(weight, self.others[weight]).refusal(
-                    f"uses {self.others[weight]}, beside the hidden states"
+                    f"uses {self.others[weight]}, besides the hidden states"
                 )
         refuse_absent(values, "its values" if self.is_last else "the hidden states of the next stage")
         if self.is_last or self.shape is None:
@@ -190,9 +190,9 @@ class Stage(nn.Module):
 
 
 def draws(name: str) -> UsageError:
-    """For a model of this class whose layers draw random numbers: those of a stage do not know what others drew."""
+    """The error for layers of this model that draw random numbers: a stage does not know what other stages drew."""
     return UsageError(
-        f"the layers of {name} draw random numbers, as dropout does, and a pipeline divides their chain: set dropout "
+        f"the layers of {name} draw random numbers, such as dropout, and a pipeline divides their chain: set dropout "
         f"to 0, or use {FALLBACK}"
     )
 
@@ -213,8 +213,8 @@ def _nothing(name: str, /, *args: Any, **named: Any) -> Absent:
 def entry_of(
     model: nn.Module, chain: Mapping[str, int], device: torch.device, dtype: torch.dtype | None = None
 ) -> nn.Module:
-    """A copy of a model, of which a pass ends before the first layer: to find the shape of the hidden states. Its
-    weights have no values, and no process waits for another. `dtype`: of the weights in a pass; None: their own."""
+    """A copy of a model whose pass ends before the first layer: to find the shape of the hidden states. Its weights
+    have no values, and no process waits for another. `dtype`: of the weights in a pass; None: their own."""
     entry = copied(model).eval()
     for path, module in entry.named_modules():
         for key, weight in module._parameters.items():
@@ -254,7 +254,7 @@ def _make_absent(
     device: torch.device,
 ) -> None:
     """Makes a layer return other hidden states, without the user's hooks, which belong to the stage that has it. It may
-    share modules with layers that are here. Others lose what a pass would set: the attributes that it left in the first
+    share modules with layers that are here. Its other modules lose what a pass would set: attributes from the first
     passes, and other numbers, which may be such attributes from the start, as `self.penalty = 0.0`."""
     num_outputs = cut.chain[name]
     for path, module in layer.named_modules():
@@ -274,7 +274,7 @@ def _make_absent(
 
 
 def copied(model: nn.Module, layers: Iterable[nn.Module] = ()) -> nn.Module:
-    """A copy of a model, with the same weights, and buffers of its own: each stage changes those that it holds. Only
+    """A copy of a model, with the same weights, and its own buffers: each stage changes those that it holds. Only
     one stage runs each of the `layers`: those keep their buffers."""
     # Nor other tensors: a hook computes some anew in each pass, as the old weight norm does, which deepcopy refuses.
     others = [each for module in model.modules() for each in vars(module).values() if isinstance(each, Tensor)]

@@ -25,8 +25,8 @@ from .sequence import SEQUENCE
 from .strategy import Division, ModelCheck, Strategy
 from .tensor import TENSOR, average_whole_weights
 
-# One line each. The first one of a layout that wraps a model wraps it; and they divide it in this order: each divides
-# what those before it have left.
+# One line each. In a layout, the first one that can wrap a model wraps it; and they divide it in this order: each one
+# divides the parts that those before it leave.
 STRATEGIES: tuple[Strategy, ...] = (
     PIPELINE,
     DEEPSPEED,
@@ -39,7 +39,7 @@ STRATEGIES: tuple[Strategy, ...] = (
 
 
 def layout_of(environment: Environment, config: RunConfig) -> Layout:
-    """What the launcher, the config file and the flags ask for. Starts no process."""
+    """The layout that the launcher, the config file and the flags ask for. Starts no process."""
     size = environment.mesh_size
     layout = Layout(
         environment=environment,
@@ -83,7 +83,7 @@ def model_checks(layout: Layout) -> list[ModelCheck]:
 
 def check_trainable(setup: Setup) -> Setup:
     """The setup, with what the strategies of the layout need to know of the model. Raises UsageError for a model or an
-    optimizer that the run's layout cannot train, or would train with another result than one process."""
+    optimizer that the run's layout cannot train, or whose result would differ from one process."""
     for check in model_checks(setup.plan.layout):
         check(setup.model, setup.optimizer, setup.plan)
     return with_plans(setup)

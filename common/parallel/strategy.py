@@ -1,5 +1,5 @@
-"""The interface of a strategy of parallelism, all that the loop asks of one, and the order in which several divide a
-model. Each is one module beside this one, and a line in strategies.py."""
+"""The interface of a strategy of parallelism, which is all that the loop uses, and the order in which several divide a
+model. Each strategy is a module in this folder, and a line in strategies.py."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ class Strategy:
     wraps: ClassVar[bool] = True  # whether it can wrap the model; the first such strategy of a layout does
     distributed_type: ClassVar[DistributedType | None] = None  # of Accelerate, if it has one for this strategy
     needs_all_weights: ClassVar[bool] = False  # whether each forward pass must use all weights
-    takes_means: ClassVar[bool] = False  # whether what wraps the model takes the mean of gradients; others: the sum
+    takes_means: ClassVar[bool] = False  # whether the model's wrapper averages gradients instead of summing them
     takes_fp16: ClassVar[bool] = True  # whether it knows the loss scaling of fp16
     of_weights: ClassVar[bool] = True  # whether it divides weights, and not only what a pass computes
     # They raise UsageError for a launch that cannot work, and for a model or optimizer that this strategy cannot train
@@ -41,17 +41,17 @@ class Strategy:
     launch_checks: ClassVar[tuple[LaunchCheck, ...]] = ()
     model_checks: ClassVar[tuple[ModelCheck, ...]] = ()
     fallback: ClassVar[str] = "--config_file accelerate_configs/ddp.yaml"  # for a model that it cannot train
-    # What this strategy may have to do with values of `forward_step` that differ from one process in the first step,
-    # and what to type; "" if nothing. `verdict` in check/ fills it in. Below: where only the weights differ.
+    # How this strategy may make values of `forward_step` differ from one process in the first step, and what to type
+    # instead; "" if it cannot. `verdict` in check/ fills it in. Below: where only the weights differ.
     cause_at_once: ClassVar[str] = ""
     cause_in_update: ClassVar[str] = (
-        "{optimizer} does not get each weight whole, or keeps weights beside param_groups and state; or a hook finds "
+        "{optimizer} does not get each weight whole, or keeps weights outside param_groups and state; or a hook finds "
         "weights by id(p), and the config makes new ones; or forward_step takes gradients itself, as a penalty does: "
         "use {fallback}"
     )
 
     def is_requested(self, layout: Layout) -> bool:
-        """Whether the config file or the flags ask for this strategy. Of the layout, the sizes from these are known."""
+        """Whether the config file or the flags ask for this strategy. The layout already has the sizes from these."""
         return bool(self.axis) and getattr(layout, self.axis) > 1
 
     def title(self, layout: Layout) -> str:

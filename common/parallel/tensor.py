@@ -22,7 +22,7 @@ from .tensor_styles import TensorGroup, divide
 
 
 def check_config(layout: Layout, config: RunConfig) -> None:
-    """A tp_size beside another way to divide the model."""
+    """Refuses a tp_size together with another way to divide the model."""
     if layout.environment.uses("fsdp") or layout.environment.uses("deepspeed"):
         raise UsageError(
             "parallelism_config has a tp_size",
@@ -81,7 +81,7 @@ class TensorParallel(Strategy):
 
 def average_whole_weights(engine: Engine, group: dist.ProcessGroup) -> None:
     """Lets the processes of a tensor-parallel group take the same update of the weights that each of them holds. Each
-    computes their gradients by itself, and kernels of GPUs add in no fixed order: without this they drift apart."""
+    computes their gradients by itself, and GPU kernels add in no fixed order: without this they drift apart."""
     ranks, tensors = {*dist.get_process_group_ranks(group)}, engine.saved_tensors()
     held = [keys for holders, keys in engine.replicas.shared.items() if ranks <= {*holders}]
     weights = [tensors[name] for keys in held for name, _ in keys]

@@ -22,7 +22,7 @@ NORM_OF_HEADS = "replicated_with_grad_allreduce"  # of the queries or keys of a 
 SHARED_KEYS = "mla_kv_a_proj"  # its last outputs, a number of the config, are a part of the keys of all heads
 EXPERTS = "moe_tp_experts"  # each process has a share of the width of each expert
 DIVIDED_EXPERTS = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}  # other experts stay whole
-PACKED = ("packed_colwise_2", "packed_colwise_3")  # of a derived plan: colwise, of each of so many equal parts
+PACKED = ("packed_colwise_2", "packed_colwise_3")  # in a derived plan: colwise for each of 2 or 3 equal parts
 NUMBER = "number"  # of a derived plan: an attribute of a module, such as a number of heads, that each process divides
 
 
@@ -102,7 +102,7 @@ def _resolve(model: Any, plan: Mapping[str, str], size: int, packs: bool) -> dic
         expression = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
         names = [name for name in modules if expression.fullmatch(name)]
         if not names and not is_transformers:  # its plans are for all models of a class, and it warns of others
-            raise ValueError(f"{pattern} is no module")
+            raise ValueError(f"{pattern} is not a module")
         if style == EXPERTS:
             styles = {key: plan.get(f"{pattern}.{key}") for key in DIVIDED_EXPERTS}
             names = [name for name in names if packs and styles == DIVIDED_EXPERTS and _fits(modules[name], size)]
@@ -119,14 +119,14 @@ def _resolve(model: Any, plan: Mapping[str, str], size: int, packs: bool) -> dic
 
 
 def _linear_layers(names: list[str], modules: Mapping[str, nn.Module], style: str, size: int) -> list[str]:
-    """The layers of these names that can take a style of `ENDS`. One of no pair, such as a head, may be tied: then it
-    stays whole. Raises ValueError for others that cannot."""
+    """The layers of these names that can take a style of `ENDS`. One outside a pair, such as a head, may be tied: then
+    it stays whole. Raises ValueError for other layers that cannot."""
     shared = shared_layers(modules)
     if style not in ("colwise", "rowwise"):
         names = [name for name in names if name not in shared]
     for name in names:
         if not is_linear(modules[name]):
-            raise ValueError(f"{name} is no plain Linear or Embedding")
+            raise ValueError(f"{name} is not a plain Linear or Embedding")
         if name in shared:
             raise ValueError(f"{name} shares its weight with another layer")
         if (width := width_of(modules[name], "rowwise" in style)) % size:

@@ -1,7 +1,7 @@
 """How a process computes its share of a module, in each style of a plan.
 
 A divided weight is a DTensor, which FSDP2 and checkpoints know. The pass works on plain tensors, such as this process's
-shard of it: each collective stands here.
+shard of it: all collectives are in this module.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -60,12 +60,12 @@ class TensorGroup:
         return value
 
     def copy(self, value: Tensor) -> Tensor:
-        """A whole value, of whose gradient each process has a part."""
+        """A whole value; each process has a part of its gradient."""
         return Mirrored.apply(value, self.keep, self._sum)
 
     def copy_once(self, value: Tensor) -> Tensor:
-        """As `copy`. Layers that get the same value one after the other, as queries, keys and values do, get the same
-        copy: the parts of its gradient are summed once."""
+        """Like `copy`. Layers that get the same value one after the other, such as queries, keys and values, get the
+        same copy: the parts of its gradient are summed once."""
         if not (value.requires_grad and torch.is_grad_enabled()):
             return value
         if self._last is None or self._last[0] is not value or self._last[1] != value._version:
@@ -167,7 +167,7 @@ def _replace_forward(
 
 
 def _look_up(module: nn.Embedding, group: TensorGroup) -> Change:
-    """The pass of an embedding of which each process has some rows: zeros for the others."""
+    """The pass of an embedding where each process has some of the rows: zeros for the others."""
     own, num_rows = module.forward, module.num_embeddings // group.size
     first = num_rows * group.rank
     if module.padding_idx is not None:

@@ -13,7 +13,7 @@ from ..files import flush
 
 
 class MetricsFile:
-    """Continues the metrics.jsonl of an output_dir. `keeps` says which records stay in it; lines that are no records
+    """Continues the metrics.jsonl of an output_dir. `keeps` tells which records stay in it; lines that are not records
     are removed. Raises OSError if the file cannot be written; then nothing has changed."""
 
     def __init__(self, output_dir: Path, keeps: Callable[[dict[str, Any]], bool]):

@@ -27,7 +27,7 @@ PREVIOUS = "previous"  # keeps what this run replaces until this run is done
 SHARED_FOLDER_S = 10  # longest wait for a network file system to show a new file
 TRAINED = "trained"  # in the card of a run that is done, but whose recipe failed after it
 _over: list[Path] = []  # the folders of the runs of this process that are done
-STARTS_OVER = "starts_over"  # this file says that all in the folder is an earlier run's, which a new run replaces
+STARTS_OVER = "starts_over"  # this file marks all in the folder as an earlier run's, which a new run replaces
 
 
 class OutputDir:
@@ -40,12 +40,12 @@ class OutputDir:
     | neither checkpoints nor a model | any | starts; a path to resume from must exist |
     | checkpoints or a model | none, or a path elsewhere to resume from | is refused, with what to type |
     | checkpoints or a model | `--overwrite_output_dir` | marks it with `starts_over`, moves each to a `previous/` |
-    | checkpoints | `latest` | goes on; later ones are damaged: they are renamed |
-    | checkpoints | a path in the folder | goes on from there; later ones move to `previous/` |
+    | checkpoints | `latest` | continues; later ones are damaged: they are renamed |
+    | checkpoints | a path in the folder | continues from there; later ones move to `previous/` |
     | `starts_over`, of an interrupted run | `latest` | starts over |
     | `model/` of a run that is done | `latest`, without more steps | has nothing to do |
 
-    `previous/` goes when the run is done; `starts_over` when its run card is written.
+    `previous/` is removed when the run is done; `starts_over` when its run card is written.
 
     On entering, raises RunError if the file system cannot read the folder; UsageError if it cannot be written, another
     run owns it, it holds checkpoints or a model and no flag says what to do with them, or not all machines share it. An
@@ -108,7 +108,7 @@ class OutputDir:
             return False
         done = self.group.broadcast(_is_done(self.plan, state))
         if done and self.group.rank == 0:
-            if (card := read_card(self.path)).pop(TRAINED, False):  # what failed comes again
+            if (card := read_card(self.path)).pop(TRAINED, False):  # the part that failed runs again
                 replace_card(self.path, card | {"status": "done", "exit_code": 0, "error": None})
             print(f"nothing to do: the run in {self.path} is done; --overwrite_output_dir starts over", flush=True)
         return done
@@ -157,7 +157,7 @@ class OutputDir:
             flush(self.path)
 
     def _check_earlier(self) -> None:
-        """Raises UsageError if the user must decide what becomes of an earlier run in the folder."""
+        """Raises UsageError if the user must decide what to do with an earlier run in the folder."""
         resumed = self.config.resume_from_checkpoint
         held = "checkpoints" if checkpoints(self.path) else "the model" if (self.path / "model").exists() else None
         goes_on = resumed is not None and not resumes_from_elsewhere(self.config)
@@ -174,7 +174,7 @@ class OutputDir:
 
 def _move_beside(moves: list[tuple[Path, Path]]) -> None:
     """Moves each path into a folder of its own parent, so that it stays in its file system: `checkpoints/` may be a
-    link to another one. All move, and are on the disk then, or none does. Raises OSError."""
+    link to another one. Either all move, and are then on the disk, or none. Raises OSError."""
     moved: list[tuple[Path, Path]] = []
     try:
         for path, folder in moves:
@@ -182,7 +182,7 @@ def _move_beside(moves: list[tuple[Path, Path]]) -> None:
             path.rename(folder / path.name)
             moved.append((path, folder / path.name))
         folders = dict.fromkeys(folder for _, folder in moves)
-        for folder in (*folders, *(each.parent for each in folders)):  # a name that is lost with one is in the other
+        for folder in (*folders, *(each.parent for each in folders)):  # a name that one loses is in the other
             flush(folder)
     except OSError:
         for path, place in reversed(moved):

@@ -32,8 +32,8 @@ from .running_sums import TOTAL_WEIGHT, RunningSums
 class Recorder:
     """Adds up the results of steps; writes and prints records, and the run card.
 
-    Between records nothing is read from the device. The main process writes, after the output folder has been entered.
-    `facts` are more entries of the card, which may change until the run is done. On entering, raises UsageError if a
+    Between records nothing is read from the device. The main process writes, after it has entered the output folder.
+    `facts` are extra entries of the card, which may change until the run is done. On entering, raises UsageError if a
     tracker does not start, or records cannot be written."""
 
     def __init__(self, engine: Engine, output_dir: OutputDir, state: TrainState, facts: dict[str, Any]):
@@ -174,7 +174,7 @@ class Recorder:
             self.accelerator.log({name.replace(OF, "_of_"): value for name, value in numbers.items()}, record["step"])
 
     def _show(self, record: dict[str, Any], seconds_left: float | None = None) -> None:
-        """Prints an evaluation, or a training record with the time that the run still takes."""
+        """Prints an evaluation, or a training record with the remaining time of the run."""
         if not self.accelerator.is_main_process:
             return
         if seconds_left is None:
@@ -190,7 +190,7 @@ class Recorder:
             shown += [f"learning_rate {_short(record['learning_rate'])}"]
             shown += [f"{_short(record[f'{unit}_per_second'])} {unit}/s", f"{tqdm.format_interval(seconds_left)} left"]
         if not self._bar.disable and seconds_left is not None:
-            self._bar.set_postfix_str(f"{shown[0]}, {shown[-2]}")  # the bar has the time that is left
+            self._bar.set_postfix_str(f"{shown[0]}, {shown[-2]}")  # the bar shows the remaining time
             return
         line = "  ".join([f"step {record['step']}/{self.plan.num_steps}", *shown])
         print(line, flush=True) if self._bar.disable else self._bar.write(line)
@@ -206,7 +206,7 @@ class Recorder:
         return time.perf_counter() - self._started
 
     def _facts_of_start(self) -> dict[str, Any]:
-        """The entries of the run card that stay as they are."""
+        """The entries of the run card that do not change."""
         attempt, earlier = attempts(self.output_dir.path, bool(self.plan.config.resume_from_checkpoint))
         return {
             "attempt": attempt,

@@ -45,7 +45,7 @@ def read_card(output_dir: Path) -> dict[str, Any]:
 
 
 def attempts(output_dir: Path, resumes: bool) -> tuple[int, list[dict[str, Any]]]:
-    """(number of this attempt, where those that it continues began and how they ended), from the run card."""
+    """(number of this attempt, where the earlier attempts began and how they ended), from the run card."""
     before = read_card(output_dir)
     number, earlier = before.get("attempt"), before.get("earlier_attempts")
     if not resumes or not isinstance(number, int):
@@ -71,7 +71,7 @@ def git_commit() -> str | None:
 
 
 def git_diff() -> str | None:
-    """What the files of the recipe's checkout have other than its commit; None if nothing, or if git does not know."""
+    """How the files of the recipe's checkout differ from its commit; None if they do not, or if git does not know."""
     diff = _git("diff", "HEAD") or None
     return diff if diff is None or len(diff) <= MOST_OF_DIFF else diff[:MOST_OF_DIFF] + "\n... and more"
 
@@ -92,7 +92,7 @@ def hardware() -> dict[str, Any]:
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Peak floating-point operations per second of a GPU in bf16 or fp16; None if unknown, as for a slice of a GPU."""
+    """Peak floating-point operations per second of a GPU in bf16 or fp16; None if unknown, as for a GPU's slice."""
     words = device_name.replace("-", " ").split()
     if precision not in ("bf16", "fp16") or "MIG" in words:
         return None

@@ -11,7 +11,7 @@ from ..errors import DriftError
 from ..step.engine import Engine, StepResult
 from .output_dir import checkpoints
 
-TOTAL_WEIGHT = "weight of the samples"  # stands beside the names of metrics
+TOTAL_WEIGHT = "weight of the samples"  # a key next to the names of metrics
 
 
 @dataclass
@@ -33,10 +33,10 @@ class RunningSums:
         self.metrics += result.metrics
 
     def sums(self, engine: Engine, step: int) -> dict[str, float]:
-        """{metric: its sum over the samples of all processes}, with that of their weights, after so many steps of this
-        engine. A collective.
+        """{metric: its sum over the samples of all processes}, with the sum of their weights, after `step` steps of
+        this engine. A collective.
 
-        In float64 a sum of float32 numbers is mostly exact: it does not depend on how the samples were divided. Raises
+        In float64 a sum of float32 numbers is usually exact: it does not depend on how the samples were divided. Raises
         DriftError if processes that hold the same weights no longer agree."""
         accelerator, layout, device = engine.accelerator, engine.plan.layout, engine.accelerator.device
         own = {TOTAL_WEIGHT: _total(self.weights, device), "loss": _total(self.losses, device)}

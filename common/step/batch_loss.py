@@ -18,7 +18,7 @@ from .values import check_metrics
 Values = dict[str, Tensor]
 BatchLossFn = Callable[[Values], Values]  # {name: values of samples, (samples, ...)} -> {metric: (samples,)}
 
-SAMPLE_WEIGHT = "weight of the sample"  # stands beside the values of `forward_step` if the batches have a "weight"
+SAMPLE_WEIGHT = "weight of the sample"  # a key next to the values of `forward_step` if the batches have a "weight"
 MOST_DIFFERENCE = 0.02  # between the values of the two passes, relative to their norm: rounding changes less
 
 
@@ -36,7 +36,7 @@ class Share:
         return torch.stack([term.float() for term in terms]).sum()
 
     def check_same(self, values: Values) -> None:
-        """Raises UsageError if the second pass gave other values than the first. Reads from the device."""
+        """Raises UsageError if the second pass returned different values. Reads from the device."""
         for name in self.gradients:
             old, new = self.values[name].double(), values[name].detach().double()
             if float((new - old).norm()) > MOST_DIFFERENCE * float(old.norm()):
@@ -91,8 +91,8 @@ def first_pass(
 
     Args:
         forward: (number of the micro-batch, micro-batch) -> values of `forward_step`.
-        num: how many micro-batches they are.
-        module: whose buffers stay as they are: the second pass changes them again, as BatchNorm does.
+        num: the number of micro-batches.
+        module: its buffers, such as BatchNorm's, are restored, because the second pass changes them again.
     """
     kept = [
         (layer, name, buffer, buffer.clone())
@@ -109,8 +109,8 @@ def first_pass(
 
 
 def put(rows: Values, index: int, num: int, values: Values) -> None:
-    """Makes these values row `index` of `rows`, of shape (num, ...). The first call makes the room, or small tensors
-    would lie between the activations of later passes. Predictions may have other sizes in each pass."""
+    """Makes these values row `index` of `rows`, of shape (num, ...). The first call allocates all rows; otherwise
+    small tensors would lie between the activations of later passes. Sizes of predictions may differ between passes."""
     for name, value in values.items():
         if name not in rows:
             rows[name] = value.new_empty((num, *value.shape))
@@ -121,7 +121,7 @@ def put(rows: Values, index: int, num: int, values: Values) -> None:
 
 
 def widened(value: Tensor, sizes: Sequence[int]) -> Tensor:
-    """A tensor padded to these last sizes: with -100, as labels of transformers; False; or 0 for unsigned integers."""
+    """A tensor padded to these last sizes: with -100, like transformers' labels; False; or 0 for unsigned integers."""
     missing = [each for new, old in zip(reversed(sizes), reversed(value.shape)) for each in (0, new - old)]
     return nn.functional.pad(value, missing, value=-100 if value.dtype.is_signed else 0)
 

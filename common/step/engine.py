@@ -41,7 +41,7 @@ class StepResult:
 
     losses: list[Tensor]  # for each micro-batch, the sum of weight × loss over this process's samples, 0-dim
     weight: Tensor | float  # sum of those of this process's samples; their number if a batch has no "weight"
-    grad_norm: Tensor | float | None  # L2, of the whole model's over the global batch, before clipping; None: not asked
+    grad_norm: Tensor | float | None  # L2, of the whole model for the global batch, before clipping; None: not asked
     skipped: bool = False  # whether the loss scaler found an overflow and left the weights unchanged
     # for each micro-batch, the other metrics of `forward_step`, each times the sample's weight, of shape (micro_batch,)
     metrics: list[dict[str, Tensor]] = field(default_factory=list)
@@ -49,9 +49,9 @@ class StepResult:
 
 class Engine:
     """Takes optimizer steps with the model and optimizer that a strategy has wrapped, and gives checkpoints and exports
-    their state. DeepSpeed updates the weights by itself; a pipeline takes the passes of a step in another order."""
+    their state. DeepSpeed updates the weights by itself; a pipeline takes the passes of a step in a different order."""
 
-    rounds_weights = False  # whether the first step finds other weights than the model had, because they were rounded
+    rounds_weights = False  # whether the first step's weights differ from the model's, because they were rounded
     row: int | None = None  # of the micro-batch whose forward pass began last, among those of all processes
 
     def __init__(
@@ -67,7 +67,7 @@ class Engine:
         layout = self.plan.layout
         self._divides = layout.dp_shard * layout.tp * layout.pp * layout.ep > 1  # the weights
         self.shares: list[Share] = []  # of this process's micro-batches, of the last step with a first pass
-        # Called in each step when the gradients are there, before anything reads or clips them.
+        # Called in each step when the gradients are complete, before anything reads or clips them.
         self.after_backward: list[Callable[[], None]] = []
         self.numbers = Numbers(self._own_optimizer)
         self.replicas = Replicas(setup, self.saved_tensors, self.holders)
@@ -115,7 +115,7 @@ class Engine:
 
     def _differentiate(self, loss: Tensor, scale: Tensor) -> None:
         backward = loss.backward if self.accelerator.scaler is None else partial(self.accelerator.backward, loss)
-        backward(gradient=scale.to(loss))  # loss * scale takes one operation more
+        backward(gradient=scale.to(loss))  # loss * scale would take one more operation
 
     def _update(self, number: int, wants_norm: bool) -> tuple[Tensor | float | None, bool]:
         """Clips and takes the optimizer's step. Returns (the gradient's norm, if asked; whether it was skipped)."""
@@ -137,13 +137,13 @@ class Engine:
                 step_if_finite(self._own_optimizer, grad_norm)
             else:
                 self.optimizer.step()
-        for each in weights:  # as zero_grad, in a fifth of the time
+        for each in weights:  # like zero_grad, in a fifth of the time
             each.grad = None
         return grad_norm, scaler is not None and getattr(self.optimizer, "step_was_skipped", False)
 
     @contextmanager
     def _draws_for_all_weights(self, number: int) -> Iterator[None]:
-        """Seeds an optimizer that draws. Raises UsageError if it draws for a part of the weights."""
+        """Seeds an optimizer that draws random numbers. Raises UsageError if it draws for some of the weights."""
         seed_forward(self.plan.config.seed, number, UPDATE, self.accelerator.device)
         before = generator_states(self.accelerator.device) if self._divides else None
         yield
@@ -170,9 +170,9 @@ class Engine:
         if "weight" not in micro_batches[0]:
             return self._mean_scale, plan.config.batch_size / layout.data_parallel_size
         weight = torch.stack([batch["weight"].sum() for batch in micro_batches]).sum()
-        # The first of the processes with the same samples counts them.
+        # Of the processes with the same samples, the first one counts them.
         total = self.accelerator.reduce(weight * (layout.rank % layout.model_parallel_size == 0), "sum")
-        # A total of 0 has losses of 0; divided by it, they would not be numbers.
+        # With a total of 0 the losses are 0; divided by it, they would be NaN.
         return self._num_averaged / total.where(total > 0, 1), weight
 
     def _first_pass(self, number: int, micro_batches: Sequence[Batch]) -> None:
@@ -217,7 +217,7 @@ class Engine:
     def set_learning_rate(self, factor: float) -> float:
         """Sets the learning rate of each parameter group to its peak × factor; returns the first group's rate."""
         for group in self.optimizer.param_groups:
-            group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor  # of a group that the recipe added, too
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor  # also in a group that the recipe added
         return self.optimizer.param_groups[0]["lr"]
 
     @property
@@ -251,7 +251,7 @@ class Engine:
         return nullcontext() if self.ema is None else self.ema.swap_in()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a checkpoint holds as JSON, beside the tensors."""
+        """The state that a checkpoint holds as JSON, besides the tensors."""
         averaged, scaler = 0 if self.ema is None else self.ema.num_updates, self.accelerator.scaler
         loss_scale = {} if scaler is None else scaler.state_dict()
         return {"num_averaged": averaged, "loss_scale": loss_scale, "optimizer": self.numbers.state_dict()}
@@ -300,7 +300,7 @@ class Engine:
 
     def each_whole(self, tensors: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yields (name, tensor), whole in the main process, one at a time. A collective: all processes must call it and
-        take all. `tensors`: that are divided as the weights of these names are; None: the weights and saved buffers."""
+        take all. `tensors`: divided like the weights of these names; None: the weights and saved buffers."""
         for name, tensor in self._of_all_stages(self.saved_tensors() if tensors is None else tensors):
             yield name, self._whole(tensor).detach()
 
@@ -315,7 +315,7 @@ class Engine:
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Puts a model into evaluation mode for the `with` block. In it both `model.generate` and `model.module.generate`
-    work, if one does: DDP has the second, a bare model the first."""
+    work, if either does: DDP has the second, a bare model the first."""
     inner = getattr(model, "module", model)
     reached: dict[str, Any] = {} if hasattr(model, "module") or not hasattr(model, "generate") else {"module": model}
     if not hasattr(model, "generate") and hasattr(inner, "generate"):

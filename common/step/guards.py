@@ -19,7 +19,7 @@ def freeze_what_is_not_trained(
     accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
     """Freezes the weights that the optimizer was not given: otherwise their gradients accumulate and count in the
-    clipping norm. Says what is frozen. Returns the numbers of weights, for the run card."""
+    clipping norm. Prints what is frozen. Returns the numbers of weights, for the run card."""
     given = {weight for group in optimizer.param_groups for weight in group["params"]}
     weights = list(model.parameters())
     frozen = {weight for weight in weights if not weight.requires_grad}
@@ -29,7 +29,7 @@ def freeze_what_is_not_trained(
     total = sum(weight.numel() for weight in weights)
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)
     line = f"trainable: {trained:,} of {total:,} weights"
-    for what, those in (("frozen", frozen), ("frozen, as the optimizer was not given them", left)):
+    for what, those in (("frozen", frozen), ("frozen, because the optimizer was not given them", left)):
         if those:
             sizes = _sizes(model, those)
             first, *others = sorted(sizes, key=lambda name: -sizes[name])
@@ -40,7 +40,7 @@ def freeze_what_is_not_trained(
 
 
 def _sizes(module: nn.Module, weights: set[nn.Parameter], name: str = "") -> dict[str, int]:
-    """{name: number of elements} of the largest parts of a module that have only these weights."""
+    """{name: number of elements} of the largest parts of a module whose weights are all among these."""
     own = set(module.parameters())
     if name and own and own <= weights:
         return {name: sum(weight.numel() for weight in own)}
@@ -87,7 +87,7 @@ def check_no_weights(loss: Tensor, values: Iterable[Tensor]) -> None:
 
 
 def check_all_used(trained: Mapping[str, Tensor], values: Sequence[Tensor], rank: int) -> None:
-    """Raises UsageError for a trained weight that none of these values of a forward pass depends on. One process leaves
+    """Raises UsageError for a trained weight on which none of these values of a forward pass depend. One process leaves
     such a weight unchanged; DDP and FSDP wait for its gradient, and ZeRO applies weight decay to it."""
     graph = graph_of(values)
     used, hides = leaves_of(graph), any("CheckpointFunction" in node.name() for node in graph)
@@ -108,7 +108,7 @@ def not_used(what: str) -> UsageError:
 
 
 def leaves_of(graph: set[Any]) -> set[Tensor]:
-    """The leaves of a graph, but for those that activation checkpointing hides in it."""
+    """The leaves of a graph, except those that activation checkpointing hides in it."""
     return {node.variable for node in graph if hasattr(node, "variable")}
 
 
@@ -126,11 +126,11 @@ def graph_of(values: Iterable[Tensor]) -> set[Any]:
 def check_same_start(
     model: nn.Module, train_set: MapDataset, eval_sets: Mapping[str, MapDataset], group: CpuGroup
 ) -> None:
-    """Raises UsageError in all processes if the weights or data of one process differ from those of process 0, or an
-    evaluation set gives another sample when it is read again; of a training set, the first steps show it.
+    """Raises UsageError in all processes if the weights or data of one process differ from those of process 0, or if an
+    evaluation set's sample changes when it is read again; for a training set, the first steps show that.
 
     Compares up to 64 elements of each weight, and the length and up to four samples of each dataset. Of a weight that
-    is still on disk, these are its first ones.
+    is still on disk, it takes the first elements.
     """
     if group.size == 1:
         return

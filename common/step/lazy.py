@@ -11,9 +11,9 @@ from .setup import Setup
 
 
 def with_sizes(setup: Setup) -> Setup:
-    """The setup, after one forward pass of the first samples if a weight of its model has no size yet. The pass is one
-    of an evaluation, so that no buffer counts it; the weights draw from the generators of the recipe, as in a loop of
-    torch, and are the same in all processes. Raises UsageError if a weight has no size after it."""
+    """The setup, after one forward pass of the first samples if a weight of its model has no size yet. The pass runs in
+    evaluation mode, so that no buffer counts it; the weights draw from the recipe's generators, as in a plain PyTorch
+    loop, and are the same in all processes. Raises UsageError if a weight still has no size afterwards."""
     if without_size(setup.model) is None:
         return setup
     batch = setup.first_batch()

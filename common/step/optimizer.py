@@ -18,7 +18,7 @@ FUSED_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 
 
 def choose_fused_kernels(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:
-    """Lets torch's optimizers update all weights in one kernel with the same result, unless the recipe chose."""
+    """Lets torch's optimizers update all weights in one kernel, with the same result, unless the recipe has chosen."""
     kind, options, groups = type(optimizer), optimizer.defaults, optimizer.param_groups
     weights = [weight for group in groups for weight in group["params"]]
     chosen = any(options.get(name) is not None for name in ("fused", "foreach"))
@@ -35,13 +35,13 @@ def choose_fused_kernels(accelerator: Accelerator, optimizer: torch.optim.Optimi
 
 
 def _fits_fused_kernels(weight: Tensor) -> bool:
-    """They ignore the strides of weights with gaps, and on a CPU go wrong with 16-bit weights (SGD, torch 2.13)."""
+    """They ignore the strides of weights with gaps, and on a CPU fail with 16-bit weights (SGD, torch 2.13)."""
     has_gaps = torch.empty_like(weight, device="meta").stride() != weight.stride()
     return weight.is_floating_point() and not has_gaps and not (weight.is_cpu and weight.dtype in LOW_PRECISION)
 
 
 def exchange_weights(optimizer: torch.optim.Optimizer, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Gives an optimizer divided weights in place of its own, {own: divided}, with the state that it has of them.
+    """Gives an optimizer divided weights in place of its own, {own: divided}, with the state that it has for them.
 
     Splits each parameter group by device mesh: the foreach and fused kernels of the optimizers, the default on GPUs,
     refuse a list of DTensors and plain tensors, or of DTensors on different meshes."""
@@ -60,7 +60,7 @@ def exchange_weights(optimizer: torch.optim.Optimizer, replaced: Mapping[nn.Para
 
 
 def _divided_like(weight: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
-    """The state that an optimizer made in its constructor, as Adagrad does, divided as the weight now is."""
+    """The state that an optimizer made in its constructor, as Adagrad does, divided like the weight now."""
     if not is_divided(weight):
         return state
     from torch.distributed.tensor import distribute_tensor
@@ -74,7 +74,7 @@ def _divided_like(weight: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]
 
 
 def follow_split_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Gives the groups that were split from another its options: the recipe knows the first of them alone."""
+    """Gives groups that were split from another one its options: the recipe knows only the first of them."""
     for group in optimizer.param_groups:
         if "split_from" in group:
             group.update({**optimizer.param_groups[group["split_from"]], "params": group["params"]})
@@ -83,7 +83,7 @@ def follow_split_groups(optimizer: torch.optim.Optimizer) -> None:
 def step_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor | float | None) -> None:
     """Takes a step of an optimizer, unless the norm of the gradient is known and not finite.
 
-    To read the norm would stall a GPU. There fused kernels look at it, as torch's loss scaler lets them; another
+    Reading the norm would stall a GPU. There fused kernels look at it, as under torch's loss scaler; any other
     optimizer takes the step, and the run ends a step later.
     """
     is_read = not isinstance(grad_norm, Tensor) or grad_norm.device.type == "cpu"
@@ -99,7 +99,7 @@ def step_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor | float |
 
 
 def _step(optimizer: torch.optim.Optimizer) -> None:
-    """A step of an optimizer. Raises UsageError if it needs a closure, or another kind of gradients."""
+    """A step of an optimizer. Raises UsageError if it needs a closure, or a different kind of gradients."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     sparse = any(weight.grad is not None and weight.grad.is_sparse for weight in weights)
     if sparse and type(optimizer) is torch.optim.SGD:  # its fused kernel takes none
@@ -112,7 +112,7 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
         lines = [str(error), *(frame.line or "" for frame in traceback.extract_tb(error.__traceback__))]
         if any("closure" in text.lower() or "required positional argument" in text for text in lines):
             raise UsageError(
-                f"{name} calls the model several times a step, or its step has arguments, which fit does not support "
+                f"{name} calls the model several times per step, or its step has arguments, which fit does not support "
                 f"({line})",
                 "use another optimizer",
             ) from None

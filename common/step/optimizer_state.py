@@ -25,7 +25,7 @@ class Numbers:
 
     def state_dict(self) -> dict[str, Any]:
         """For JSON: the numbers of each parameter group that changed in this run, and {slot: type} of those in the
-        state, whose values `as_tensor` makes tensors."""
+        state, whose values `as_tensor` turns into tensors."""
         groups = []
         for group, before in zip(self.optimizer.param_groups, self._groups):
             now = _numbers_of(group)
@@ -74,7 +74,7 @@ def _numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _version(value: Any) -> Any:
-    """Something that differs after a change of the value; objects of other kinds never differ."""
+    """A key that changes when the value changes; for objects of other kinds it never does."""
     if isinstance(value, Tensor):
         return id(value), value._version
     if isinstance(value, Mapping):
@@ -85,7 +85,7 @@ def _version(value: Any) -> Any:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor], reader: TensorReader) -> None:
-    """Restores the tensors of an optimizer's state; each is placed as its weight is."""
+    """Restores the tensors of an optimizer's state; each is placed like its weight."""
     slots, on_device = optimizer_slots(reader), counts_on_device(optimizer)
     for name, weight in weights.items():
         for slot in slots.get(name, []):

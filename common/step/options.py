@@ -17,18 +17,18 @@ class FitOptions(TypedDict, total=False):
         summarize: means over an evaluation set -> metrics to report.
         tokens_per_sample: if samples are sequences; adds `tokens_per_second` to records.
         flops_per_sample: floating-point operations of a forward and backward pass; adds `mfu`, the
-            share of the GPUs' peak rate, to records if that peak is known.
+            share of the GPUs' peak rate, to records if the peak is known.
         examples: {name: the values of `forward_step` for each sample of an evaluation set, in its
-            order} -> more metrics, such as an F1 score. Integers, such as class ids, have no mean then, and
-            values but the loss may have more dimensions, whose sizes may differ from batch to batch, such as
-            generated answers: -100 fills them up to the longest, False in booleans.
+            order} -> more metrics, such as an F1 score. Then integers, such as class ids, have no mean, and
+            values other than the loss may have more dimensions, whose sizes may differ between batches, such as
+            generated answers: they are padded to the longest with -100, or False for booleans.
             With `batch_loss`, its metrics are among the values.
         collate_fn: samples -> batch, such as `pad_to_longest()`.
         sampler: (epoch, generator) -> order of sample ids in this epoch; the same length in each.
         schedule: (step, num_steps, warmup_steps) -> share of the peak learning rate, instead of
             `--lr_schedule`.
-        export: folder -> None; writes more files beside the exported weights, such as a tokenizer.
-        batch_loss: for a loss that compares samples, as a contrastive one does. `forward_step` then returns
+        export: folder -> None; writes more files next to the exported weights, such as a tokenizer.
+        batch_loss: for a loss that compares samples, such as a contrastive loss. `forward_step` then returns
             {name: values of shape (batch, ...)}, such as vectors, and no "loss". `batch_loss` gets
             {name: values of all samples of the optimizer step, of shape (batch_size, ...), in their order} and
             returns the metrics, each of shape (batch_size,), with the "loss". Weights of its own, such as a

@@ -21,8 +21,8 @@ FUNCTIONS = ("forward_step", "summarize", "examples", "collate_fn", "sampler", "
 
 
 def check_given(model: Any, optimizer: Any, given: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """Raises UsageError for what is no module, no optimizer, no function or no option, or one that something has
-    wrapped: `fit` does so itself, after the parity check, which needs the recipe's own. `given`: arguments of `fit`."""
+    """Raises UsageError for something that is not a module, optimizer, function or option, or that is already wrapped:
+    `fit` wraps it itself, after the parity check, which needs the recipe's own. `given`: arguments of `fit`."""
     if "accelerator" in given and not hasattr(given["accelerator"], "layout"):
         raise UsageError(f"the accelerator is {_named(given['accelerator'])}: use accelerator = start(config)")
     if not isinstance(model, nn.Module):
@@ -57,7 +57,7 @@ def _check_is_optimizer(optimizer: Any) -> None:
     if isinstance(optimizer, torch.optim.Optimizer):
         if hasattr(optimizer, "defaults") and hasattr(optimizer, "state"):
             return
-        # Its constructor did not call that of torch, as some wrappers do.
+        # Like some wrappers', its constructor did not call torch's.
         advice = "call super().__init__(params, defaults) in its constructor, or give fit the optimizer that it wraps"
     elif isinstance(optimizer, LRScheduler):
         advice = "use --lr_schedule, or schedule= in the call of fit, for the rates, and give fit the optimizer alone"
@@ -75,7 +75,7 @@ def _named(value: Any) -> str:
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """An optimizer that fails under `fit`, or weights outside the model, which no process would synchronize."""
+    """Refuses an optimizer that fails under `fit`, or weights outside the model, which nothing would synchronize."""
     name = type(optimizer).__name__
     rates = [group.get("lr") for group in optimizer.param_groups]
     if any(isinstance(rate, Tensor) for rate in rates):
@@ -98,5 +98,5 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Pl
 
 
 def sizes_that_divide(number: int) -> str:
-    """The sizes of groups that can share so many heads or experts, for messages."""
+    """The sizes of groups that can share this number of heads or experts, for messages."""
     return ", ".join(str(size) for size in range(2, number + 1) if number % size == 0)

@@ -14,22 +14,22 @@ from .setup import Setup
 
 EXACT = (1 << 52) - 1  # a float64 holds each whole number up to this one
 MOST = 6  # sets of processes that share weights: all, those of a stage, of the same shard, of the same experts, ...
-# Processors of other kinds round differently: so far apart, relative to its norm, processes may hold a weight.
+# Processors of different kinds round differently: processes' weights may differ this much, relative to their norm.
 ROUNDING = 1e-5
 CAUSES = {  # by whether a buffer differs
     False: "a weight unfrozen late, a change of weights in one process, a gradient outside forward_step, or bad memory",
-    True: "the model begins to change this buffer, and each process has other samples; register it before fit with "
+    True: "the model begins to change this buffer, and each process has different samples; register it before fit with "
     "values that do not depend on samples, or use --config_file accelerate_configs/single.yaml",
 }
 ShardKey = tuple[str, tuple[int, ...]]  # (name of a weight, offsets of a shard)
 
 
 class Replicas:
-    """Compares the bits of what several processes hold of the same weights.
+    """Compares the bits of weights that several processes hold.
 
-    Each process adds up the bits of the shards that it shares with the same other processes. The sums travel with those
-    of a training record. Buffers that differ after the checked steps, as those of BatchNorm, may differ. `tensors` and
-    `holders` are those of the engine.
+    Each process adds up the bits of the shards that it shares with the same other processes. The sums are sent with
+    those of a training record. Buffers that differ after the checked steps, such as BatchNorm's, may differ. `tensors`
+    and `holders` are the engine's.
     """
 
     def __init__(self, setup: Setup, tensors: Callable[[], dict[str, Tensor]], holders: Callable[[str], Sequence[int]]):
@@ -48,8 +48,8 @@ class Replicas:
         vars(self).pop("shared", None)
 
     def bits(self) -> dict[str, Tensor]:
-        """{name of a weight: the sum of the bits of what this process holds of it}, of those that are trained or that
-        other processes hold, too. ZeRO-3 keeps that beside the weight."""
+        """{name of a weight: the sum of the bits of this process's part}, for weights that are trained or that other
+        processes hold, too. ZeRO-3 keeps that part next to the weight."""
         weights = {name: each for name, each in self._tensors().items() if self._is_compared(name, each)}
         held = {name: each if each.numel() else getattr(each, "ds_tensor", each) for name, each in weights.items()}
         several = self._plan.layout.num_processes > 1
@@ -58,7 +58,7 @@ class Replicas:
 
     def rows(self, bits: Mapping[str, Tensor]) -> Tensor:
         """float64 of shape (processes, 6, 2), zero but for this process's row: for each set of processes with which it
-        shares weights [which weights, their bits]. `drift` takes the sum over the processes. `bits` are of this one."""
+        shares weights [which weights, their bits]. `drift` takes the sum over the processes. `bits`: this one's."""
         layout, device = self._plan.layout, self._accelerator.device
         rows = torch.zeros(layout.num_processes, MOST, 2, dtype=torch.float64, device=device)
         if self._compares:
@@ -68,8 +68,8 @@ class Replicas:
         return rows
 
     def drift(self, rows: Sequence[float], step: int) -> str | None:
-        """Which process holds a different weight than which; None if all are equal. The same in all processes, and a
-        collective if bits differ. `rows`: the sum of what `rows` returned in all processes, flat."""
+        """Which two processes hold different weights; None if all are equal. The same in all processes, and a
+        collective if bits differ. `rows`: the sum over all processes of the result of `rows`, flattened."""
         pairs = {*zip(rows[::2], rows[1::2])}
         if len(pairs) > len({which for which, _ in pairs}):
             return self._first_difference()
@@ -125,4 +125,4 @@ def sum_of_bits(tensor: Tensor) -> Tensor:
     flat = flat.clone() if flat.storage_offset() % 8 else flat  # a view as int64 starts at a multiple of 8 bytes
     end = len(flat) // 8 * 8
     total = flat[:end].view(torch.int64).sum()
-    return total if end == len(flat) else total + flat[end:].sum(dtype=torch.int64)  # an operation less for most
+    return total if end == len(flat) else total + flat[end:].sum(dtype=torch.int64)  # saves an operation for most

@@ -23,7 +23,7 @@ from .values import check_values
 
 @dataclass(frozen=True)
 class Setup:
-    """The model, the optimizer and what else takes the steps of a run, before `prepare`."""
+    """The model, the optimizer and everything else for the steps of a run, before `prepare`."""
 
     accelerator: Accelerator  # from `start(config)`
     model: nn.Module  # the recipe's module
@@ -36,7 +36,7 @@ class Setup:
     options: FitOptions = field(default_factory=FitOptions)  # of `fit`
     # {strategy: how it will divide the model}; one that is there already is not found again
     plans: Mapping[str, Any] = field(default_factory=dict)
-    watched: Callable[[NumberedStep], NumberedStep] | None = None  # what an observer makes of `forward_step`
+    watched: Callable[[NumberedStep], NumberedStep] | None = None  # an observer's wrapper of `forward_step`
 
     @classmethod
     def of(
@@ -58,7 +58,7 @@ class Setup:
         return cls(accelerator, model, optimizer, forward_step, plan, loss, train_set, eval_sets, options)
 
     def first_batch(self, size: int | None = None) -> Batch:
-        """The first micro-batch of the run, or so many samples of it, on the CPU, the same in all processes."""
+        """The first micro-batch of the run, or its first `size` samples, on the CPU, the same in all processes."""
         epoch, ids = next(self.plan.global_micro_batches(0))
         with restore_generators(CPU):
             return fetch(self.train_set, ids[:size].tolist(), self.plan.config.seed, epoch)
@@ -76,7 +76,7 @@ class Setup:
 
 def compile_if_asked(model: nn.Module, plan: Plan, layers: Sequence[nn.Module] = ()) -> None:
     """Compiles a model in place, to keep the names of the weights: as a whole, or layers that FSDP2 gathers one at a
-    time each by itself, as torchtitan does, because gathering cannot be part of a graph."""
+    time separately, as torchtitan does, because gathering cannot be part of a graph."""
     if not plan.config.compile:
         return
     for module in layers or [model]:

@@ -12,10 +12,10 @@ from torch import Tensor
 from ..weights.shards import local
 from .replicas import sum_of_sums
 
-# Share of the largest gradient: adapters that begin at zero have less, and rounding swallows their first steps.
+# Share of the largest gradient: adapters that start at zero have less, and rounding swallows their first steps.
 TINY = 1e-4
 LEAST_STEPS = 10  # in the first ones, gates and adapters that start at zero keep the gradients of others zero
-LEAST_RATE = 1e-3  # of the peak learning rate: below, an update may be smaller than what a weight can hold
+LEAST_RATE = 1e-3  # of the peak learning rate: below it, updates may be too small to change a weight
 LINES = {
     "without_gradient": "up to step {step} the gradient of {name} is zero in each record, so nothing trains it: look "
     "for detach(), .data, round() or a mask after it, or freeze it",
@@ -25,8 +25,8 @@ LINES = {
 
 
 class Trained:
-    """Looks at gradients in logged steps, until a record compares the bits of the weights with those of the first one.
-    Not at the weights alone: weight decay moves them without a gradient. `tensors`: `saved_tensors` of the engine."""
+    """Looks at gradients in logged steps, until a record compares the bits of the weights with the first record's. Not
+    only at the weights: weight decay moves them without a gradient. `tensors`: `saved_tensors` of the engine."""
 
     def __init__(self, accelerator: Accelerator, optimizer: Any, tensors: Callable[[], dict[str, Tensor]]):
         self._accelerator, self._optimizer, self._tensors = accelerator, optimizer, tensors
@@ -107,5 +107,5 @@ def _largest(gradient: Tensor) -> Tensor:
     values = torch.view_as_real(values) if values.is_complex() else values
     if not values.numel():
         return torch.zeros((), device=values.device)
-    least, most = torch.aminmax(values)  # a fourth of the time of any()
+    least, most = torch.aminmax(values)  # takes a quarter of the time of any()
     return torch.maximum(-least, most).float()

@@ -13,7 +13,7 @@ def check_values(
     forward_step: ForwardStep, size: int, has_batch_loss: bool = False, has_examples: bool = False
 ) -> NumberedStep:
     """Wraps `forward_step` to raise UsageError unless each metric has one value for each of `size` samples, and all
-    calls return the same names: those in training, and those in evaluation, which may have metrics of its own. Orders
+    calls return the same names: those in training, and those in evaluation, which may have its own metrics. Orders
     the names, so that all processes sum up the same metrics. With a `batch_loss`, the values may have more dimensions,
     of the same sizes in all calls; so may predictions, whose sizes may differ from call to call. With `examples`,
     numbers may be predictions, too, such as probabilities."""
@@ -35,7 +35,7 @@ def check_values(
         if values.keys() != shapes.keys():
             raise UsageError(
                 f"forward_step returns {', '.join(values)}, and {', '.join(shapes)} for another batch: return the same "
-                "names for each batch; evaluation (not model.training) may have names of its own"
+                "names for each batch; evaluation (not model.training) may have its own names"
             )
         for name, value in values.items():
             expected = shapes[name] if has_batch_loss else shapes[name][:1]
@@ -52,7 +52,7 @@ def check_values(
 def check_metrics(values: Any, size: int, source: str, has_examples: bool = False) -> None:
     """Raises UsageError unless `source` returned {metric: one value for each of `size` samples}, with a "loss".
     Integers and booleans may have more dimensions: they are predictions, such as the class of each pixel. So may
-    other values than the loss if something makes use of them, `examples`."""
+    values other than the loss if `examples` uses them."""
     if not isinstance(values, dict) or "loss" not in values:
         given = ", ".join(values) if isinstance(values, dict) else type(values).__name__
         raise UsageError(f'{source} returns {given}: expected a dict with "loss" of shape ({size},)')
@@ -75,7 +75,7 @@ def _check_values(values: Any, size: int) -> None:
     if not isinstance(values, dict) or "loss" in values or not values:
         given = ", ".join(values) if isinstance(values, dict) else type(values).__name__
         raise UsageError(
-            f"forward_step returns {given}: with batch_loss, expected a dict of what that needs, such as vectors of "
+            f"forward_step returns {given}: with batch_loss, expected a dict of its inputs, such as vectors of "
             f'shape ({size}, ...), and "loss" from batch_loss'
         )
     for name, value in values.items():
@@ -102,7 +102,7 @@ def _advice(name: str, value: Tensor, size: int) -> str:
         squares = ".squeeze(-1) on the model output, if (batch, 1) against (batch,) made (batch, batch); else "
         advice = f"{squares * (value.shape == (size, size))}.flatten(1).mean(1)"
     if name != "loss":
-        more = "what has no value per example, such as a confusion matrix: return predictions, and give fit examples="
+        more = "for a metric without a value per example, such as a confusion matrix, give fit examples="
     elif value.ndim == 0:
         more = "of a transformers model take the logits, not its .loss, which is a mean"
     else:

@@ -32,7 +32,7 @@ def received_signal() -> str | None:
 def catch(at_once: Callable[[str], object] | None = None) -> None:
     """Records SIGTERM, SIGINT and SIGUSR1, instead of letting them end this process.
 
-    A second SIGINT still ends the process at once, also if torchrun turned it into SIGTERM. On Linux, the end of the
+    A second SIGINT still ends the process at once, even if torchrun turned it into SIGTERM. On Linux, the end of the
     launcher counts as SIGTERM. A thread calls `at_once` with the name of each signal, until the next call of `catch`.
     """
     global _at_once
@@ -48,7 +48,7 @@ def catch(at_once: Callable[[str], object] | None = None) -> None:
         _before[number] = signal.signal(number, lambda *_: None)
     if Environment.read().was_launched and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM))
-        # Also if the launcher has ended already. A fork has another parent from its start.
+        # Also if the launcher has ended already. A fork has a different parent from the start.
         if (os.getpid() == BEGUN_AS[0] and os.getppid() != BEGUN_AS[1]) or _is_orphan():
             os.kill(os.getpid(), signal.SIGTERM)
 

@@ -26,7 +26,7 @@ class Watch:
     """Makes all processes agree, after each step, on whether to continue.
 
     An all-reduce counts the processes with a stop request and the processes with a non-finite number. The counts are
-    read one step late, so that no step waits for them; of several GPUs two steps late, because the numbers of a step
+    read one step late, so that no step waits for them; with several GPUs two steps late, because a step's numbers
     arrive on the CPU a step later. A norm of the gradient that is on the CPU is read at once. `stop_requested`, whether
     a process received a signal, is the same in all processes.
     """
@@ -51,7 +51,7 @@ class Watch:
         line = None if error is None else advice_for(error, self.plan)
         ending = error if line is None else UsageError(line)
         if ending is not None:
-            first_failure(ending)  # before others hear of it: what they then raise is no cause
+            first_failure(ending)  # before others learn of it: their later errors are not the cause
         self._watchdog.stop(failed=not by_agreement)
         if ending is None:  # after an error, a signal must not end the process before it has reported the error
             signals.release()
@@ -177,7 +177,7 @@ class _Pending:
             self.start()
 
     def start(self) -> None:
-        """Starts the sum over processes, once the numbers are on the CPU. All processes start them in one order."""
+        """Starts the sum over processes, once the numbers are on the CPU. All processes use the same order."""
         if self._counts is None:
             if self._event is not None:
                 self._event.synchronize()

@@ -23,7 +23,7 @@ from ..errors import HangError, RunError
 from ..failure import ReportedErrors, end, first_failure
 from ..records.run_card import ending, read_card, replace_card
 
-STUCK_S = 5.0  # without progress; mostly the collective fails sooner, with a better message
+STUCK_S = 5.0  # without progress; usually the collective fails sooner, with a better message
 ANSWER_S = 5.0  # how long this process waits for torchrun's store and for what the others write there
 
 
@@ -31,9 +31,9 @@ class Watchdog:
     """Ends this process if it makes no progress.
 
     After `timeout` seconds it is a hang: the message names the process that does not answer or is furthest behind.
-    After 5 seconds this process ends if another one has failed. Else the main thread of a process that waits on a GPU
-    would wait for the launcher's SIGKILL, 30 seconds or more: it raises no error and cannot act on a signal. A process
-    of another machine is known to have failed if it could still say so in torchrun's store. A timeout of 0 is none.
+    After 5 seconds this process ends if another one has failed. Otherwise the main thread of a process that waits on a
+    GPU would wait for the launcher's SIGKILL, 30 seconds or more: it raises no error and cannot act on a signal. A
+    process of another machine is known to have failed if it could still say so in torchrun's store. 0: no timeout.
     """
 
     _numbers = itertools.count()  # of the runs in this process, the same in all processes: keys stay in the store
@@ -63,14 +63,14 @@ class Watchdog:
             self._thread.start()
 
     def stop(self, failed: bool) -> None:
-        """Ends the thread, and reports to the others whether this process ends alone (`failed`) or all by agreement."""
+        """Ends the thread, and tells the others whether this process ends alone (`failed`) or all end by agreement."""
         self._stop.set()
         self._ask(lambda: self._set("failed" if failed else f"done/{self.group.rank}", self.group.rank))
         if self._thread.is_alive():
             self._thread.join()  # it must not use the store while the process group is destroyed
 
     def progress(self) -> None:
-        """Reports progress of this process, which restarts the time."""
+        """Reports progress of this process, which restarts the timeout."""
         self._count, self._last = self._count + 1, time.monotonic()
 
     @contextmanager
@@ -107,7 +107,7 @@ class Watchdog:
         if self._store is None:
             return None
         results: list[Any] = []
-        # In another thread, one at a time, because the store may never answer if the network is down.
+        # In another thread, one call at a time, because the store may never answer if the network is down.
         if self._asker.is_alive():
             self._asker.join(ANSWER_S)
         if not self._asker.is_alive():
@@ -147,7 +147,7 @@ class Watchdog:
             faulthandler.dump_traceback(file, all_threads=True)
         answers = {self.group.rank: self._position()}
         self._ask(lambda: self._exchange(answers))
-        positions = dict(answers)  # the exchange may go on
+        positions = dict(answers)  # the exchange may continue
         silent = [rank for rank in range(self.group.size) if rank not in positions]
         if silent:
             culprit = f"process {silent[0]} does not answer"
@@ -158,7 +158,7 @@ class Watchdog:
         return f"no step for {self.timeout:g} s: {culprit}; the stacks are in {self.output_dir}/stacks_*.txt"
 
     def _position(self) -> dict[str, Any]:
-        """Where the main thread is, and how far it has come."""
+        """Where the main thread is, and how far it has got."""
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         place, waits = None, False
         while frame is not None:

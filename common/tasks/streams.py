@@ -53,7 +53,7 @@ def cache_folder(*facts: object) -> Path:
 
 def write_once(folder: Path, title: str, write: Callable[[Path], None]) -> None:
     """Prints a title and calls `write` with an empty folder, in the first process of each machine, unless an earlier
-    run did. The folder gets its name when it is complete. Work that was killed starts again."""
+    run did. The folder gets its name when it is complete. If the work is killed, it starts again."""
     with first_process_first():
         if folder.exists():
             return
@@ -82,8 +82,8 @@ def convert_stream(stream: Iterable[dict[str, Any]], folder: str | Path, max_sam
     Args:
         stream: gives dicts of numbers, strings, lists, tensors or images: an `IterableDataset` of `datasets` or of
             torch, or any other iterable.
-        folder: for the files of this stream alone. Another stream needs another folder.
-        max_samples: convert so many samples, into a file of their own; None for all.
+        folder: only for the files of this stream. Another stream needs another folder.
+        max_samples: convert at most this many samples, into a separate file; None for all.
     """
     import datasets  # not at the top: the import takes seconds
 
@@ -98,11 +98,11 @@ def rows_on_disk(folder: Path, title: str, rows: Iterable[dict[str, Any]], featu
     """Writes rows to an Arrow file, unless an earlier run did. Raises UsageError like `convert_stream`.
 
     Args:
-        folder: for this file alone.
+        folder: only for this file.
         title: a line to print before the work.
         rows: dicts with the same names.
         features: the columns and their types; None takes those of the first rows.
-        num_rows: at most so many; None for all.
+        num_rows: the most rows to write; None for all.
     """
     import datasets
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from ..errors import UsageError
 from .shards import TensorReader, read_like
 
-Origin = tuple[TensorReader, str]  # what reads a weight, and its name there
+Origin = tuple[TensorReader, str]  # the reader of a weight, and its name there
 
 
 class WeightFiles(Mapping[str, Tensor]):
@@ -44,14 +44,14 @@ class WeightFiles(Mapping[str, Tensor]):
 
 
 class LazyParameter(nn.Parameter):
-    """A weight on the meta device. It becomes an ordinary one, with its values, before the first operation that asks
-    for more than its facts, so that a model which is used before `fit`, or never given to it, works as any other.
+    """A weight on the meta device. It becomes an ordinary one, with its values, before the first operation that needs
+    more than its shape and type, so that a model that is used before `fit`, or without it, works like any other.
 
     Attributes:
         origin: where it is read from.
     """
 
-    origin: Any = None, ""  # of a plan, whose weights have no values
+    origin: Any = None, ""  # for a plan, whose weights have no values
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -112,11 +112,11 @@ def first_elements(tensor: Tensor) -> Tensor:
 def materialize(
     module: nn.Module, device: torch.device | str = "cpu", origins: dict[str, Origin] | None = None
 ) -> None:
-    """Reads the weights that are still on disk: of each, what this process holds.
+    """Reads the weights that are still on disk: of each, the part that this process holds.
 
     Args:
         module: its parameters stay the same objects.
-        device: for what is read.
+        device: for the weights.
         origins: from `on_disk`, before the weights were divided.
     """
     origins = on_disk(module) if origins is None else origins
@@ -135,7 +135,7 @@ def materialized(module: nn.Module, device: torch.device | str) -> Iterator[None
 
 
 def with_full_weights(module: nn.Module) -> AbstractContextManager[None]:
-    """Holds the whole weights for the `with` block, mostly as maps of the files: do not write into them."""
+    """Holds the whole weights for the `with` block, mostly memory-mapped from the files: do not write into them."""
     return _lent(module, lambda weight, origin: origin[0].tensor(origin[1]).to(weight.dtype))
 
 
@@ -156,7 +156,7 @@ def with_random_weights(module: nn.Module) -> AbstractContextManager[None]:
 
 
 def is_lent(tensor: Tensor) -> bool:
-    """Whether a weight holds for a while what nobody may write."""
+    """Whether a weight temporarily holds values that must not be changed."""
     return hasattr(tensor, "is_lent")
 
 
@@ -182,8 +182,8 @@ def _read(weight: Tensor, origin: Origin, device: torch.device | str) -> Tensor:
 
 
 def _swap(weight: Tensor, value: Tensor) -> Tensor:
-    """Makes a parameter the value, as the same object: optimizers, hooks and tied layers refer to it. Returns what it
-    was. Torch cannot set `data` on another kind of device."""
+    """Makes a parameter the value, as the same object: optimizers, hooks and tied layers refer to it. Returns the old
+    value. Torch cannot set `data` on another kind of device."""
     other: Tensor = nn.Parameter(value, requires_grad=weight.requires_grad)
     torch.utils.swap_tensors(weight, other)
     return other

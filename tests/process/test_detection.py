@@ -168,9 +168,9 @@ def test_models_that_do_not_fit(tmp_path: Path, folder: Path) -> None:
     assert "--image_size 20 must be a multiple of 8, and --hidden_size 30 of 4" in line
     write_detector(tmp_path / "other", "conditional_detr")
     flags = f"{flags_of(folder, 'yolos')} --model_name_or_path {tmp_path / 'other'}"
-    assert "use that of a DETR or YOLOS" in refused(fork(tmp_path / "run", "single", SCRIPT, flags, succeeds=False))
+    assert "use a DETR or YOLOS" in refused(fork(tmp_path / "run", "single", SCRIPT, flags, succeeds=False))
     few = fork(tmp_path / "few", "single", SCRIPT, "--num_queries 2 --max_steps 1")
-    assert "an image has 4 objects, and the model finds 2 at most: use --num_queries 4\n" in few.stdout
+    assert "an image has 4 objects, but the model finds at most 2: use --num_queries 4\n" in few.stdout
 
 
 def test_a_loss_that_is_not_finite(tmp_path: Path, folder: Path) -> None:

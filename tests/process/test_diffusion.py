@@ -18,7 +18,7 @@ SMALL = "--epochs 14 --warmup_steps 20 --hidden_size 64 --ema_decay 0.98 --eval_
 
 def share_of_right_images(run: Run) -> tuple[int, int]:
     """(percent, number of images)"""
-    percent, number = re.search(r"nearest training image, (\d+)% of (\d+) images", run.stdout).groups()
+    percent, number = re.search(r": (\d+)% of (\d+) images show the requested class", run.stdout).groups()
     return int(percent), int(number)
 
 

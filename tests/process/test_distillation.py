@@ -142,9 +142,12 @@ def test_one_result(tmp_path: Path, folder: Path, config: str, more: str) -> Non
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        ("--data chats.jsonl", "--teacher is missing: use the path or Hub id of a chat model with the same tokens"),
+        ("--data chats.jsonl", "--teacher is missing: use the path or Hub id of a chat model with the same tokenizer"),
         ("--teacher nowhere", "--teacher nowhere: no causal model there"),
-        ("--loss_chunk 64", "--loss_chunk: a teacher is compared at all tokens at once: leave it out"),
+        (
+            "--loss_chunk 64",
+            "--loss_chunk does not work here: a teacher is compared at all tokens at once: leave it out",
+        ),
     ],
 )
 def test_wrong_flags(tmp_path: Path, flags: str, line: str) -> None:
@@ -160,7 +163,7 @@ def test_a_teacher_with_other_tokens(tmp_path: Path, folder: Path) -> None:
     file.write_text(json.dumps(content))
     flags = f"{flags_of(folder)} --teacher {tmp_path / 'other'}"
     line = refused(fork(tmp_path / "run", "single", SCRIPT, flags, succeeds=False))
-    assert f"--teacher {tmp_path / 'other'} has other tokens than the student" in line
+    assert f"--teacher {tmp_path / 'other'} and the student differ in their tokens" in line
 
 
 @pytest.mark.full

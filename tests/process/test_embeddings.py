@@ -143,8 +143,11 @@ def test_recall(tmp_path: Path) -> None:
         ("--query_column prompt", "has no column prompt: use --query_column with one of question, answer"),
         ("--negative_column answer,wrong", "has no column wrong: use --negative_column with one of question, answer"),
         ("--score_column answer --loss cosent", "column answer, row 1 below the header: expected a number, got 'kab"),
-        ("--score_column question --negative_column answer --loss cosent", "alike: leave out --negative_column"),
-        ("--loss cosent", "--loss cosent is not for such data: use symmetric or one_direction"),
+        (
+            "--score_column question --negative_column answer --loss cosent",
+            "does not work with negatives: leave out --negative_column",
+        ),
+        ("--loss cosent", "--loss cosent does not fit this data: use symmetric or one_direction"),
         ("--matryoshka 64", "--matryoshka 64: expected numbers from 1 to 32, such as 32,16"),
         ("--lora_rank 4", "use --model_name_or_path, too"),
         ("--data stdlib --negative_column wrong", "--data stdlib has no negatives and no scores"),

@@ -79,7 +79,7 @@ def test_type_and_mistakes(tmp_path: Path, tool: Callable[..., Run]) -> None:
     shard = checkpoint / "shard_00000.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
     for path, folder, line in (
-        (tmp_path / "none", "new", "is not a folder: use that of a checkpoint or of a run"),
+        (tmp_path / "none", "new", "is not a folder: use the folder of a checkpoint or of a run"),
         (run.output_dir, "half", "is not empty: use the name of a new folder"),
         (checkpoint, "new", "is not a complete checkpoint (shard_00000.safetensors has "),
     ):

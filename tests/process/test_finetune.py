@@ -303,7 +303,7 @@ def test_code_that_a_model_brings_runs_with_a_flag_alone(tmp_path: Path, base: P
     env = {"HF_MODULES_CACHE": str(tmp_path / "modules")}
     flags = f"{SHORT} --max_steps 1 --model_name_or_path {tmp_path}/custom --num_answers 1"
     run = fork(tmp_path / "refused", "ddp", FINETUNE, flags, env=env, succeeds=False)
-    assert "brings Python code of its own: read it, and use --trust_remote_code to run it" in refused(run)
+    assert "comes with its own Python code: read it, and use --trust_remote_code to run it" in refused(run)
     assert run.exit_code == 2 and "[y/N]" not in run.stdout + run.stderr
     run = fork(tmp_path / "run", "single", FINETUNE, f"{flags} --trust_remote_code", env=env)
     assert "of 1 held-out answers are right" in run.stdout

@@ -42,7 +42,7 @@ def test_the_module_is_named(tmp_path: Path, config: str, fault: str) -> None:
         ("ddp", "gradient", f"first difference: the gradient of {MODULE}.weight, 6.5e-03 of its size"),
         ("pipeline_parallel", "gradient", f"first difference: the gradient of {MODULE}.weight, 1.0e-02 of its size"),
         ("ddp", "gradients", "first difference: each gradient is 2 times that on one process"),
-        ("ddp", "update", f"process 1 has another {MODULE}.weight than the processes before it"),
+        ("ddp", "update", f"process 1's {MODULE}.weight differs from the processes before it"),
         ("ddp", "loss", "all modules agree: forward_step computes the difference"),
         (
             "ddp",

@@ -194,7 +194,7 @@ def test_model_of_timm(tmp_path: Path) -> None:
     [
         ("--patch_size 5", "--patch_size 5 must divide --image_size 16"),
         ("--data nowhere", "--data nowhere: no such folder"),
-        ("--class_weights circle", "--class_weights circle: circle is no class and its weight"),
+        ("--class_weights circle", "--class_weights circle: circle is not a class with a weight"),
         ("--class_weights balanced --mixup 1", "--class_weights does not work with --mixup and --cutmix"),
         ("--data DAMAGED --num_workers 1", "blue/11.png cannot be read (not an image that Pillow knows"),
         ("--data GOOD --model_name_or_path NONE", "no image classifier there"),

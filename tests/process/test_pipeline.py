@@ -99,7 +99,7 @@ def test_pipeline_in_bf16_is_close_to_one_process_in_bf16(tmp_path: Path) -> Non
             SCRIPT,
             f"{ARGUMENTS} {FIVE}",
             2,
-            "--pipeline_schedule interleaved with 5 micro-batches: they are no multiple of",
+            "--pipeline_schedule interleaved with 5 micro-batches: not a multiple of",
         ),
         (
             SCRIPT,
@@ -114,7 +114,7 @@ def test_pipeline_in_bf16_is_close_to_one_process_in_bf16(tmp_path: Path) -> Non
             2,
             "1 micro-batches per step are too few to keep --pipeline",
         ),
-        (LINEAR, TWO, 2, "Linear has no list of layers each of which gets the output of the one before"),
+        (LINEAR, TWO, 2, "Linear has no list of layers where each gets the output of the one before"),
         (
             USERS,
             f"--model encoder_decoder {TWO}",
@@ -129,7 +129,7 @@ def test_pipeline_in_bf16_is_close_to_one_process_in_bf16(tmp_path: Path) -> Non
             "need more than the hidden states of the l",  # what the routers of all layers chose
         ),
         (USERS, f"--model carries_more {TWO}", 2, "hidden states of the layer before (TypeError: "),
-        (USERS, f"--model dropout {TWO}", 2, "the layers of Net draw random numbers, as dropout does, and a pipeline"),
+        (USERS, f"--model dropout {TWO}", 2, "the layers of Net draw random numbers, such as dropout, and a pipeline"),
     ],
 )
 def test_pipeline_that_cannot_run(

@@ -131,7 +131,7 @@ def test_run_that_ends_early_records_its_last_losses(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        ("--optimizer LBFGS", "LBFGS calls the model several times a step"),
+        ("--optimizer LBFGS", "LBFGS calls the model several times per step"),
         ("--summary verdict", 'summarize returned "verdict" as str: expected a number'),
         ("--summary verdict --metric_for_best_model loss", 'summarize returned "verdict" as str: expected a number'),
     ],

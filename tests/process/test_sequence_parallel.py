@@ -17,8 +17,8 @@ SCRIPT, ARGUMENTS = RECIPES["transformer"]
 REFUSED = {
     "5 heads": "LlamaForCausalLM has 5 attention heads, which {} processes cannot share: use sp_size 5 in",
     "eager": "attention eager cannot divide sequences: use --attention sdpa",
-    "mamba": "MambaForCausalLM has an attention of its own, which cannot divide sequences: use --config_file",
-    "bloom": "BloomForCausalLM has an attention of its own, which cannot divide sequences: use --config_file",
+    "mamba": "MambaForCausalLM has its own attention, which cannot divide sequences: use --config_file",
+    "bloom": "BloomForCausalLM has its own attention, which cannot divide sequences: use --config_file",
 }
 
 
@@ -71,7 +71,7 @@ def test_layers_that_need_all_tokens_are_refused(tmp_path: Path) -> None:
     flags = write(tmp_path / "lfm2", transformers.Lfm2ForCausalLM(config))
     lines = fork(tmp_path / "run", "sequence_parallel", TRANSFORMER, flags, succeeds=False)
     assert "SP 2 does not give the result of one process: in step 1, " in refused(lines)
-    assert "likely cause: a layer beside attention needs all tokens of a sample" in lines.stdout + lines.stderr
+    assert "likely cause: a layer other than attention needs all tokens of a sample" in lines.stdout + lines.stderr
 
 
 @pytest.mark.parametrize(
@@ -102,4 +102,4 @@ def test_dropout_is_refused(tmp_path: Path) -> None:
     assert "SP 2 does not give the result of one process: in step 1, " in refused(run)
     assert "draws random numbers, or needs all tokens of a sample, as convolutions do" in run.stdout + run.stderr
     run = fork(tmp_path / "unchecked", "sequence_parallel", TRANSFORMER, f"{flags} --check_steps 0", succeeds=False)
-    assert "the forward pass draws random numbers, as dropout does, and SP 2 divides it" in refused(run)
+    assert "the forward pass draws random numbers, such as dropout, and SP 2 divides it" in refused(run)

@@ -51,7 +51,7 @@ def test_export_that_fails_at_the_end_is_finished_later(
     run = fork(tmp_path / "run", config, SCRIPT, "--fails 2", succeeds=False)
     whole = fork(tmp_path / "whole", config, SCRIPT)
     assert names(run.output_dir / "model") == ["labels.txt", "model.safetensors"] and run.card["exit_code"] == 1
-    assert "run/model has the weights and lacks words.txt (ValueError: the words are gone" in run.stderr
+    assert "run/model has the weights, but lacks words.txt (ValueError: the words are gone" in run.stderr
     checkpoint = run.output_dir / "checkpoints" / "step_00000004"
     assert f"accelerate-recipes export {checkpoint} NEW_FOLDER makes the model" in run.stderr
     assert made(monkeypatch, str(checkpoint), str(tmp_path / "new")) == 0
@@ -63,5 +63,5 @@ def test_export_that_fails_at_the_end_is_finished_later(
 def test_best_model_that_fails_does_not_end_the_run(tmp_path: Path) -> None:
     flags = "--fails 2 --eval_every 2 --metric_for_best_model loss --save_every 4"
     run = fork(tmp_path / "run", "ddp", SCRIPT, flags, succeeds=False)
-    assert run.stdout.count("best has the weights and lacks words.txt") == 2 and run.checkpoints == [4]
+    assert run.stdout.count("best has the weights, but lacks words.txt") == 2 and run.checkpoints == [4]
     assert load_file(run.output_dir / "best" / "model.safetensors").keys() == {"weight", "bias"}

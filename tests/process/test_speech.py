@@ -253,7 +253,7 @@ def test_what_whisper_does_not_take(tmp_path: Path, folder: Path) -> None:
         return str(error.value)
 
     whisper, english = str(folder / "whisper"), str(tmp_path / "english")
-    knows = f"{whisper} knows 2 languages: use that of the texts, such as --language german"
+    knows = f"{whisper} knows 2 languages: use the one of the texts, such as --language german"
     assert line(load_whisper, whisper, None, "transcribe", 9) == f"--language is missing: {knows}"
     assert line(load_whisper, whisper, "French", "transcribe", 9) == f"--language french: {knows}"
     assert "has no languages in its" in line(load_whisper, english, "german", "transcribe", 9)
@@ -271,8 +271,8 @@ def test_what_whisper_does_not_take(tmp_path: Path, folder: Path) -> None:
         start,
         "<|de|>",
     ]
-    assert line(first, 1.01, "ab", *loaded) == "a.wav has 1.01 s, and the model reads 1 s: cut it into sentences"
-    writes = "tokens, and the model writes 9 at most"
+    assert line(first, 1.01, "ab", *loaded) == "a.wav has 1.01 s, but the model reads 1 s: cut it into sentences"
+    writes = "tokens, but the model writes at most 9"
     assert line(first, 1, "a" * 9, *loaded) == f"a.wav: its text has 10 {writes}: use --max_target_length 10"
     assert line(first, 1, "a" * 20, *loaded) == f"a.wav: its text has 21 {writes}: cut the recording"
     only = load_whisper(english, None, "transcribe", 225)
@@ -292,13 +292,13 @@ def test_a_recording_that_is_too_long(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "data" / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
     flags = whisper_flags(folder).replace(str(folder / "texts"), str(tmp_path / "data")) + " --language german"
     line = refused(fork(tmp_path / "run", "single", SCRIPT, flags, succeeds=False))
-    assert line == f"error: {tmp_path}/data/7.wav has 1.12 s, and the model reads 1 s: cut it into sentences"
+    assert line == f"error: {tmp_path}/data/7.wav has 1.12 s, but the model reads 1 s: cut it into sentences"
 
 
 def test_a_language_is_for_whisper(tmp_path: Path, folder: Path) -> None:
     flags = f"{flags_of(folder, 'text')} --language german"
     line = refused(fork(tmp_path / "run", "single", SCRIPT, flags, succeeds=False))
-    assert line == "error: --language german is for texts of a Whisper, which is not here: leave it out"
+    assert line == "error: --language german is for a Whisper model with --target text: leave it out"
 
 
 @pytest.mark.full

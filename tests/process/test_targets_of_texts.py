@@ -167,12 +167,12 @@ def test_a_text_is_classified(tmp_path: Path) -> None:
     ("flags", "line"),
     [
         ("--second_text_column third", "has no column third: use --second_text_column with one of first, second, kind"),
-        ("--target classes --balanced", "--balanced weighs classes, and --target is classes: leave one of them out"),
+        ("--target classes --balanced", "--balanced weights classes, but --target is classes: leave one of them out"),
         ("--label_column kinds", "column kinds has lists of classes: use --target classes"),
         ("--target number", "column kind, row 1 below the header: expected a number, got 'other'"),
-        ("--target probability --label_column number", "in column number is none: use --target number"),
+        ("--target probability --label_column number", "in column number is not one: use --target number"),
         ("--data {folder}/one.jsonl --target number --label_column number", "evaluation texts all have one number"),
-        ("--data stdlib --target number", "--data stdlib has single texts with a class each: use the path of a file"),
+        ("--data stdlib --target number", "--data stdlib has single texts with one class each: use the path of a file"),
     ],
 )
 def test_wrong_flags(tmp_path: Path, data: Path, flags: str, line: str) -> None:

@@ -18,7 +18,10 @@ GIVEN_BACK = (
     *("bits", "rows"),
 )
 ALL = ",".join(GIVEN_BACK)  # one that is not given back changes the losses
-OTHER, SEVERAL = "beside the hidden states: another stage of the pipeline has that", "times, where the pipeline was cut"
+OTHER, SEVERAL = (
+    "besides the hidden states: another stage of the pipeline has that",
+    "times, where the pipeline was cut",
+)
 PIPELINES = ("pipeline_parallel", "interleaved", "zbv")
 DIVIDING = ("fsdp2", "deepspeed_zero2", "deepspeed_zero3", "tensor_parallel")
 STATES: dict[tuple[str, str], str | None] = {  # None: the result of one process; else a part of the line
@@ -31,7 +34,7 @@ STATES: dict[tuple[str, str], str | None] = {  # None: the result of one process
     ("hooks_momentum", "tensor_parallel"): None,
     ("hooks_after", "fsdp2"): "has a hook, after its gradient is accumulated",
     ("hook_of_the_step", "ddp"): None,
-    ("hook_of_the_step", "fsdp2"): "of a tensor of which this process has a share: use .full_tensor() before",
+    ("hook_of_the_step", "fsdp2"): "from a tensor of which this process has a share: call .full_tensor() first",
     ("hook_of_all_steps", "ddp"): None,
 }
 BEGINS: dict[tuple[str, str], str | None] = {
@@ -54,20 +57,23 @@ BEGINS: dict[tuple[str, str], str | None] = {
     ("frozen", "tensor_parallel"): "the weights with requires_grad differ from those at the start in step 4",
     ("one_layer", "interleaved"): "calls blocks.2 by itself",
     ("first_layer", "interleaved"): "calls blocks.0 by itself",
-    ("of_the_other_stage", "zbv"): "uses stem.weight, beside the hidden states: another stage of the pipeline has that",
+    (
+        "of_the_other_stage",
+        "zbv",
+    ): "uses stem.weight, besides the hidden states: another stage of the pipeline has that",
     ("noise_in_step", "ddp"): None,
     **{("noise_in_step", config): "draws random numbers in step 4, and " for config in (*DIVIDING, "zbv")},
     ("norm_in_step", "ddp"): None,
     ("norm_in_step", "interleaved"): None,
     ("norm_in_step", "deepspeed_zero2"): "begins to call norm with what DeepSpeed ZeRO-2 gives it",
-    ("norm_in_step", "fsdp2"): "of a tensor of which this process has a share: use .full_tensor() before",
+    ("norm_in_step", "fsdp2"): "from a tensor of which this process has a share: call .full_tensor() first",
     ("number", "pipeline_parallel"): "branches on blocks.0.up.weight",
     ("norm_in_a_hook", "pipeline_parallel"): OTHER,
     ("clipping", "pipeline_parallel"): "into another tensor: another stage of the pipeline has that",
     ("activity", "tensor_parallel"): "in step 4 a pass computes the values of forward_step of mean",
     ("cap", "tensor_parallel"): "linalg_vector_norm",
     ("dropout", "tensor_parallel"): "in step 4 a pass computes",
-    ("units", "tensor_parallel"): "process 1 has another blocks.0.active than the processes before it",
+    ("units", "tensor_parallel"): "process 1's blocks.0.active differs from the processes before it",
     ("skipped_layer", "ddp"): "no pass of this step uses blocks.1.norm.weight, as earlier steps did, and DDP waits for",
     ("penalty", "tensor_parallel"): "TP 2 cannot train this: RuntimeError",
 }

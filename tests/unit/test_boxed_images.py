@@ -194,7 +194,7 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no classes": (lambda it: it.update(categories=3), "is not COCO's JSON"),
     "outside": (
         lambda it: it["annotations"][0].update(bbox=[50, 0, 3, 4]),
-        "0.png has 40 x 20 pixels, and a box is outside",
+        "0.png has 40 x 20 pixels, but a box is outside",
     ),
 }
 

@@ -303,7 +303,7 @@ def test_tools_and_options_of_the_template(tmp_path: Path, capsys: pytest.Captur
     path = write(tmp_path / "train.jsonl", *[{"messages": [QUESTION, ANSWER | {"train": False}]}] * 3)
     load_chats(path, with_template(TOOLS), 1000, "messages")
     assert 'does not use train ("weight": 0 keeps a message out of training)\n' in capsys.readouterr().out
-    with pytest.raises(UsageError, match="its tools are no JSON"):
+    with pytest.raises(UsageError, match="its tools are not valid JSON"):
         Conversation.of_row({"messages": [QUESTION, ANSWER], "tools": "lamp("}, "messages")
 
 
@@ -354,7 +354,7 @@ def test_values_that_a_text_cannot_have() -> None:
     for messages, line in (
         ([QUESTION, dated], r"message 2 \(assistant\) has a value that a text cannot have .*date"),
         ([{"role": "user", "content": "half \ud83d"}, ANSWER], r"message 1 \(user\) has a value .*surrogates"),
-        ([QUESTION, {"role": "assistant", "tool_calls": "[]"}], "the tool_calls of message 2 .* are no list of dicts"),
+        ([QUESTION, {"role": "assistant", "tool_calls": "[]"}], "the tool_calls of message 2 .* are not a list"),
     ):
         with pytest.raises(UsageError, match=line):
             encode(messages, tokenizer, 99)
@@ -433,4 +433,4 @@ def test_mark_of_several_tokens_ends_no_answer_at_its_first(capsys: pytest.Captu
         with_chat_template(tokenizer, model)
         found = model.generation_config.eos_token_id
         assert (found if isinstance(ends, list) else found[0]) == ends
-    assert capsys.readouterr().out.count("ends an answer with '</answer>', which is no single token") == 1
+    assert capsys.readouterr().out.count("ends an answer with '</answer>', which is not one token") == 1

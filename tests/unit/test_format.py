@@ -184,7 +184,7 @@ def test_shard_that_its_writer_made_wrong(folder: Path) -> None:
     others = {**tensors(), "float": torch.zeros(6, 5)}
     write_tensors(folder / SHARD, {name: tensor.contiguous() for name, tensor in others.items()})
     rewrite(folder, lambda manifest: manifest | {"files": {SHARD: _facts(folder / SHARD)}})
-    with pytest.raises(DamagedError, match="has another shape of float"):
+    with pytest.raises(DamagedError, match="and the manifest differ in the shape of float"):
         Reader.open_verified(folder, CpuGroup())
 
 

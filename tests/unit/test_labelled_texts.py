@@ -133,7 +133,7 @@ def test_pretrained_encoders(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--max_length 999 exceeds the model's 512 positions: use --max_length 512"):
         load_encoder(AutoModelForSequenceClassification, str(tmp_path / "encoder"), 999, **NAMES)
     write_model(tmp_path / "causal", num_positions=64)
-    with pytest.raises(UsageError, match="has no token for padding"):
+    with pytest.raises(UsageError, match="has no padding token"):
         load_encoder(AutoModelForSequenceClassification, str(tmp_path / "causal"), 64, **NAMES)
     with pytest.raises(UsageError, match="no encoder there"):
         load_encoder(AutoModelForSequenceClassification, str(tmp_path / "nowhere"), 64, **NAMES)
@@ -176,11 +176,11 @@ def test_numbers_are_ordered_as_numbers(tmp_path: Path, names: list[object], ord
 @pytest.mark.parametrize(
     ("train", "test", "line"),
     [
-        (["0", "1"], ["0.0", "1.0"], "that look alike, and are different ones here: '0' and '0.0', '1' and '1.0'"),
-        (["\xe9", "e\u0301"], ["\xe9"], r"are different ones here: 'e\u0301' and '\xe9'"),
+        (["0", "1"], ["0.0", "1.0"], "that look alike, but count as different ones: '0' and '0.0', '1' and '1.0'"),
+        (["\xe9", "e\u0301"], ["\xe9"], r"count as different ones: 'e\u0301' and '\xe9'"),
         (["Good", "good", "bad"], ["bad"], "'Good' and 'good'"),
         (["a", "b"], ["b", "c"], "classes of the evaluation that no text for training has: c"),
-        (["-1", "0", "1"], ["0"], "a class like the others here, though it may stand for no class: -1"),
+        (["-1", "0", "1"], ["0"], "a class like any other here, although it may mean no class: -1"),
     ],
 )
 def test_classes_that_may_be_a_mistake(

@@ -38,7 +38,9 @@ def test_empty_variables_are_unset(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("value", ["two", "-1", "1.5", "0x1"])
 def test_variables_that_are_no_numbers(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("RANK", value)
-    with pytest.raises(UsageError, match=f"RANK is {value}, which is no number: unset RANK, or use accelerate launch"):
+    with pytest.raises(
+        UsageError, match=f"RANK is {value}, which is not a number: unset RANK, or use accelerate launch"
+    ):
         drop_leftovers()
     assert Environment.read().rank == 0  # so that the process can print the line
 
@@ -51,10 +53,10 @@ ADDRESS = {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     [
         (
             {"RANK": "3"},
-            "RANK is 3 of 1 processes: another launch has left it: unset RANK, or start with accelerate launch",
+            "RANK is 3 of 1 processes, left over from another launch: unset RANK, or start with accelerate launch",
         ),
         (ADDRESS | {"RANK": "5", "WORLD_SIZE": "2"}, "RANK is 5 of 2 processes"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is 0: another launch has left it: unset WORLD_SIZE, or start"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE is 0, left over from another launch: unset WORLD_SIZE, or start"),
         ({"LOCAL_RANK": "0"}, "LOCAL_RANK is 0 without MASTER_ADDR or MASTER_PORT"),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, "ACCELERATE_USE_DEEPSPEED is true without a launcher"),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "ACCELERATE_USE_MEGATRON_LM is true without a launcher"),

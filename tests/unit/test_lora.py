@@ -139,7 +139,7 @@ def test_adapters_of_peft_go_on(tmp_path: Path) -> None:
                 of_peft(folder),
                 (folder / "adapter_model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n"),
             ),
-            "adapter_model.safetensors is a pointer of Git LFS, not the file itself: run git lfs pull",
+            "adapter_model.safetensors is a Git LFS pointer, not the file itself: run git lfs pull",
         ),
         (
             lambda folder: (of_peft(folder), save_file({}, folder / "adapter_model.safetensors", {"base": "other"})),
@@ -158,7 +158,7 @@ def test_adapters_that_cannot_go_on(tmp_path: Path, spoil: Any, line: str) -> No
     [
         ({"lora_dropout": 0.1}, "--lora_dropout adapts a pretrained model: use --model_name_or_path, too"),
         ({"lora_alpha": 8, "model_name_or_path": "base"}, "--lora_alpha is for adapters: use --lora_rank, too"),
-        ({"lora_rank": 8, "model_name_or_path": "HERE"}, "--lora_rank: the adapters in .* train on"),
+        ({"lora_rank": 8, "model_name_or_path": "HERE"}, "--lora_rank: the adapters in .* continue training"),
     ],
 )
 def test_flags_that_do_not_go_together(tmp_path: Path, flags: dict[str, Any], line: str) -> None:

@@ -169,7 +169,7 @@ def test_wrong_masks(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=line):
             samples(load(folder)[0])[0]
 
-    refused(halves(0, 255), "the masks have 1 classes beside --ignored_class 255: expected two or more")
+    refused(halves(0, 255), "the masks have 1 classes besides --ignored_class 255: expected two or more")
     refused(
         Image.new("RGB", (SIZE, SIZE), (1, 2, 3)), r"0.png is in mode RGB: expected a PNG in grey", image=halves(1, 2)
     )

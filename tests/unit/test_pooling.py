@@ -71,7 +71,7 @@ def test_lower_case_and_damaged_files(folder: Path) -> None:
 def test_a_model_without_modules(folder: Path, capsys: pytest.CaptureFixture) -> None:
     (folder / "modules.json").unlink()
     assert read_pooling(str(folder), "auto", NO_PROMPTS, False).mode == "mean"
-    assert "pooling: mean (no modules.json: --pooling chooses others)" in capsys.readouterr().out
+    assert "pooling: mean (no modules.json: --pooling chooses another)" in capsys.readouterr().out
     assert read_pooling(None, "auto", NO_PROMPTS, False) == Pooling("mean", {"query": "", "document": ""}, True, {})
     assert capsys.readouterr().out == ""
 

@@ -149,7 +149,7 @@ def test_robust_loss_of_flipped_labels_is_on_average_that_of_the_right_ones(smoo
         ("dpo:-1", 0.0, "--loss dpo:-1: expected one of"),
         ("dpo:", 0.0, "--loss dpo:: expected one of"),
         ("dpo:nan", 0.0, "--loss dpo:nan: expected one of"),
-        ("ipo,hinge", 0.1, "--label_smoothing: --loss ipo,hinge takes none: use one of dpo, dpo_norm, robust"),
+        ("ipo,hinge", 0.1, "--label_smoothing is not for --loss ipo,hinge: use one of dpo, dpo_norm, robust"),
     ],
 )
 def test_losses_that_are_none(text: str, smoothing: float, line: str) -> None:

@@ -190,11 +190,11 @@ BROKEN = [
     ("a.jsonl", b'{"text": "a"}\n"x"\n', 'line 2: it holds "x": expected one object per line'),
     ("a.jsonl", b'{"text": "a"}\n{"text": b}\n', "line 2: Expecting value"),
     ("a.jsonl", b'{"text": ' + b"[" * 100_000, "line 1: maximum recursion depth"),
-    ("a.parquet", POINTER, "is a pointer of Git LFS, not the file itself: run git lfs pull"),
-    ("a.csv.gz", POINTER, "is a pointer of Git LFS"),
-    ("a.jsonl", POINTER, "is a pointer of Git LFS"),
+    ("a.parquet", POINTER, "is a Git LFS pointer, not the file itself: run git lfs pull"),
+    ("a.csv.gz", POINTER, "is a Git LFS pointer"),
+    ("a.jsonl", POINTER, "is a Git LFS pointer"),
     ("a.parquet", b"no parquet", "the files cannot be read"),
-    ("a.pdf", b"%PDF", "its name ends with none of .csv, .tsv, .json"),
+    ("a.pdf", b"%PDF", "its name must end with one of .csv, .tsv, .json"),
 ]
 
 

@@ -104,9 +104,9 @@ def test_matryoshka_of_wrong_numbers(numbers: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "scores", "line"),
     [
-        ("cosent", [None], "--loss cosent is not for such data: use symmetric or one_direction"),
-        ("symmetric", [0.5], "--loss symmetric is not for such data: use cosine or cosent"),
-        ("cosine", [0.5, 5.0], "a score of 5 is no cosine: divide the scores, or use --loss cosent"),
+        ("cosent", [None], "--loss cosent does not fit this data: use symmetric or one_direction"),
+        ("symmetric", [0.5], "--loss symmetric does not fit this data: use cosine or cosent"),
+        ("cosine", [0.5, 5.0], "a score of 5 is not a cosine: divide the scores, or use --loss cosent"),
     ],
 )
 def test_a_loss_needs_the_data_that_it_is_for(kind: str, scores: list[float | None], line: str) -> None:

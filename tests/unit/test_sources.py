@@ -250,7 +250,7 @@ def test_what_save_to_disk_wrote(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="the files cannot be read"):
         found(tmp_path / "one")
     next(tmp_path.glob("both/test/*.arrow")).write_text("version https://git-lfs.github.com/spec/v1\n")
-    with pytest.raises(UsageError, match=r"arrow is a pointer of Git LFS, not the file itself: run git lfs pull"):
+    with pytest.raises(UsageError, match=r"arrow is a Git LFS pointer, not the file itself: run git lfs pull"):
         found(tmp_path / "both")
 
 

@@ -90,7 +90,7 @@ def test_tables(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, caps
         ("a.jsonl", '{"words": ["a"]}', "has no column tokens: use --word_column with one of words"),
         ("a.jsonl", '{"tokens": ["a", "b"], "ner_tags": ["O"]}', "row 1: 2 words in column tokens, and 1 tags in"),
         ("a.jsonl", '{"tokens": ["a"], "ner_tags": [null]}', "row 1: 1 words in column tokens, and 0 tags in"),
-        ("a.docx", "a O", "its name ends with none of"),
+        ("a.docx", "a O", "its name must end with one of"),
     ],
 )
 def test_broken_files(tmp_path: Path, name: str, text: str, line: str) -> None:

@@ -42,16 +42,16 @@ def test_plan_names_modules_with_a_star_for_numbers() -> None:
     ("net", "size", "expected"),
     [
         (Net(), 2, "Net has no tp_plan"),
-        (Net(layer="colwise"), 2, "layer is no module"),
+        (Net(layer="colwise"), 2, "layer is not a module"),
         (Net(head="diagonal"), 2, "head: diagonal is not supported"),
         (Net(layers_0="local_params", head="colwise"), 2, "layers.0: local_params is not supported"),
         (Net(**{"layers_*_0": "colwise"}), 2, "layers.0.0 is 9 wide, which is not divisible by tp_size 2"),
         (Net(**{"layers_*_1": "rowwise"}), 2, "layers.0.1 is 9 wide"),
         (Net(embedding="embedding_rowwise"), 5, "embedding is 12 wide"),
-        (Net(**{"layers_0": "colwise"}), 2, "layers.0 is no plain Linear or Embedding"),
+        (Net(**{"layers_0": "colwise"}), 2, "layers.0 is not a plain Linear or Embedding"),
         (Net(tied=True, head="colwise"), 2, "head shares its weight with another layer"),
         (Net(tied=True, head="colwise_rep"), 2, "it names no layers"),
-        (with_weight_norm("head"), 2, "head is no plain Linear or Embedding"),
+        (with_weight_norm("head"), 2, "head is not a plain Linear or Embedding"),
     ],
 )
 def test_plan_that_does_not_fit(net: Net, size: int, expected: str) -> None:

@@ -101,7 +101,7 @@ def test_a_processor_that_pads_in_another_way_is_refused(monkeypatch: pytest.Mon
         return found
 
     monkeypatch.setattr(type(processor), "__call__", other)
-    with pytest.raises(UsageError, match="LlavaProcessor pads pixel_values in a way of its own"):
+    with pytest.raises(UsageError, match="LlavaProcessor pads pixel_values in its own way"):
         VisionEncoder(processor, model.config.image_token_id, 400)
 
 

@@ -217,10 +217,10 @@ def test_norm_of_sparse_gradients() -> None:
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        (NeedsClosure, "NeedsClosure calls the model several times a step, or its step has arguments, which fit"),
-        (Sam, "Sam calls the model several times a step"),
-        (NeedsLoss, "NeedsLoss calls the model several times a step, or its step has arguments"),
-        (torch.optim.LBFGS, "LBFGS calls the model several times a step"),
+        (NeedsClosure, "NeedsClosure calls the model several times per step, or its step has arguments, which fit"),
+        (Sam, "Sam calls the model several times per step"),
+        (NeedsLoss, "NeedsLoss calls the model several times per step, or its step has arguments"),
+        (torch.optim.LBFGS, "LBFGS calls the model several times per step"),
         (torch.optim.AdamW, "AdamW does not take sparse gradients (RuntimeError: "),
     ],
 )
@@ -290,7 +290,7 @@ ROWS = [{"x": torch.ones(index + 1), "boxes": torch.ones(index + 1, 4)} for inde
         (DataLoader(ROWS), "set is a DataLoader; fit makes batches itself, of --batch_size samples"),
         ("data/train.csv", "set is a path, data/train.csv: give fit the samples there"),
         (Path("data"), "set is a path, data: "),
-        ({"train": ROWS, "test": ROWS}, "set is a dict of train, test: expected one set"),
+        ({"train": ROWS, "test": ROWS}, "set is a dict of train, test: expected a single set"),
         (None, "set is None: expected a dataset with len(dataset) and dataset[index]"),
         ([], "list is empty"),
     ],
@@ -329,12 +329,12 @@ def graph(size: int) -> dict[str, Tensor]:
         (
             [{"target": [row]} for row in ROWS],
             None,
-            "give each tensor in it a name of its own, and pad what differs in",
+            "give each tensor in it its own name, and pad what varies in",
         ),
         (ROWS, lambda samples: {"target": samples}, '"target" of a batch is a list: expected a tensor'),
         (ROWS, lambda samples: {"x": torch.cat([row["x"] for row in samples])}, "expected (2, ...), a row for each"),
         (ROWS, lambda samples: tuple(samples), "collate_fn returns a tuple: expected a dict of tensors of shape (2,"),
-        (ROWS, lambda samples: samples[0]["y"], "collate_fn makes no batch of the samples: KeyError: 'y' (test"),
+        (ROWS, lambda samples: samples[0]["y"], "collate_fn cannot make a batch of the samples: KeyError: 'y' (test"),
     ],
 )
 def test_samples_that_make_no_batch(samples: list[Any], collate_fn: Any, expected: str) -> None:
@@ -356,9 +356,9 @@ def test_advice_to_pad_leads_to_a_batch() -> None:
             'use reduction="none", or leave out mean(); of a transformers model take the logits, not its .loss',
         ),
         ("loss", (2, 2), "made (batch, batch); else .flatten(1).mean(1); if some elements are ignored"),
-        ("confusion", (2, 2), "else .flatten(1).mean(1); what has no value per example, such as a confusion matrix"),
-        ("confusion", (3, 3), "keeps the batch dimension; what has no value per example"),
-        ("accuracy", (), 'use reduction="none", or leave out mean(); what has no value per example'),
+        ("confusion", (2, 2), "else .flatten(1).mean(1); for a metric without a value per example"),
+        ("confusion", (3, 3), "keeps the batch dimension; for a metric without a value per example"),
+        ("accuracy", (), 'use reduction="none", or leave out mean(); for a metric without a value per example'),
     ],
 )
 def test_advice_fits_the_value(name: str, shape: tuple[int, ...], expected: str) -> None:

@@ -64,7 +64,7 @@ def test_scales_of_a_quantized_model_are_applied(tmp_path: Path) -> None:
 def test_other_quantized_models_are_refused(tmp_path: Path, method: str) -> None:
     more = {"bits": 4, "group_size": 128, "load_in_4bit": True} if method in ("bitsandbytes", "gptq", "awq") else {}
     quantize(tmp_path, {"quant_method": method} | more)
-    with pytest.raises(UsageError, match=f"its weights are quantized .{method}.: use the path of the model of which"):
+    with pytest.raises(UsageError, match=f"its weights are quantized .{method}.: use the path of the model from which"):
         load_pretrained(str(tmp_path), 16, "sdpa")
 
 
@@ -76,8 +76,8 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
     [
         ("generation_config.json", "null", "generation_config.json has no names and values: download it again"),
         ("generation_config.json", "[]", "generation_config.json has no names and values: download it again"),
-        ("generation_config.json", POINTER, "generation_config.json is a pointer of Git LFS"),
-        ("chat_template.jinja", POINTER, "chat_template.jinja is a pointer of Git LFS"),
+        ("generation_config.json", POINTER, "generation_config.json is a Git LFS pointer"),
+        ("chat_template.jinja", POINTER, "chat_template.jinja is a Git LFS pointer"),
         ("generation_config.json", "{bad", "no causal model there (Expecting property name"),
     ],
 )
@@ -140,7 +140,7 @@ def test_token_without_a_row_is_found_at_once(tmp_path: Path, read: Any, how: st
     vocabulary |= {f"new{number}": 900 + number for number in range(20)} if how == "more" else {}
     file.write_text(json.dumps(content))
     token, number = ("new19", 919) if how == "more" else (".*", 999)
-    with pytest.raises(UsageError, match=f"the token '{token}' with the id {number}, the model has [0-9]+ rows"):
+    with pytest.raises(UsageError, match=f"the token '{token}' with the id {number}, but the model has [0-9]+ rows"):
         read(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""The rules about the machine, and about what a run cannot see: keys that Accelerate ignores or reads differently. A
+"""The rules about the machine, and about what a run cannot see: keys that Accelerate ignores, or reads differently. A
 rule is a function that yields findings; a module lists its rules in RULES."""
 
 from accelerate_recipes.doctor.rules import keys, launching, sections, this_machine

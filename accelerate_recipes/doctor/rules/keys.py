@@ -1,7 +1,7 @@
 """Rules about the keys of a config file: unknown ones, and those that have no effect.
 
 `accelerate launch` refuses unknown keys at the top of a file, but ignores those of a section. For some keys it takes
-the value of its own flag, even if nobody typed that flag.
+the value of its own flag, even if that flag was not typed.
 """
 
 import difflib
@@ -89,7 +89,7 @@ def unknown_section_keys(config: Config) -> Iterator[Finding]:
                 f"{section} is {as_yaml(given)}, not a section with keys",
                 "accelerate launch ignores it",
                 Edit(section),
-                f"or use the keys below {section}:, each on a line of its own after two spaces",
+                f"or use the keys below {section}:, each on its own line after two spaces",
             )
         for key in config.section(section):
             if key not in keys and (key not in known().flags or section in PREFIXES):
@@ -109,7 +109,7 @@ def ignored_sections(config: Config) -> Iterator[Finding]:
         if config.section(section) and given[key] not in readers and config.kind in known().kinds:
             yield Finding(
                 f"{section} has no effect, because {key} is {given[key]}",
-                f"Accelerate reads this section under {key}: {' or '.join(readers)} alone",
+                f"Accelerate reads this section only under {key}: {' or '.join(readers)}",
                 Edit(section),
                 f"or {key}: {readers[0]}, if you want this kind of run" * (readers[0] in kinds),
             )

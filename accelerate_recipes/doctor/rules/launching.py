@@ -25,7 +25,7 @@ LOOPBACK = re.compile(r"localhost|127\.\d+\.\d+\.\d+|::1|0\.0\.0\.0", re.IGNOREC
 
 
 def sagemaker(config: Config) -> Iterator[Finding]:
-    """A file for Amazon SageMaker, which is another kind of file."""
+    """A file for Amazon SageMaker, which is a different kind of file."""
     if not config.is_local:
         yield Finding(
             f"compute_environment is {config.values['compute_environment']}",
@@ -62,7 +62,7 @@ def unsupported_kind(config: Config) -> Iterator[Finding]:
     if config.kind == "MEGATRON_LM":
         yield Finding(
             "distributed_type is MEGATRON_LM",
-            "Megatron-LM trains models of its own in a loop of its own; these recipes divide any model without it",
+            "Megatron-LM trains its own models in its own loop; these recipes divide any model without it",
             "--config_file accelerate_configs/tensor_parallel.yaml, or accelerate_configs/pipeline_parallel.yaml",
         )
 
@@ -83,7 +83,7 @@ def unknown_precision(config: Config) -> Iterator[Finding]:
 
 
 def counts(config: Config) -> Iterator[Finding]:
-    """Numbers of processes and machines that are no numbers, or do not divide."""
+    """Numbers of processes and machines that are not numbers, or do not divide."""
     for key in ("num_processes", "num_machines"):
         value = config.values.get(key)
         if value is not None and not is_count(value) and not (key == "num_processes" and value == -1):
@@ -103,7 +103,7 @@ def counts(config: Config) -> Iterator[Finding]:
 
 
 def by_hand(key: str, value: Any) -> str:
-    """A number in place of a value that is none."""
+    """What to type for a value that is not a number."""
     if "$" in str(value):
         return f"--{key} {value} after accelerate launch: the shell fills in variables, Accelerate does not"
     return f"{key}: a number"
@@ -145,7 +145,7 @@ def address(config: Config) -> Iterator[Finding]:
 
 
 def port(config: Config) -> Iterator[Finding]:
-    """A port that is no number, or port 0 on several machines: each would choose another one."""
+    """A port that is not a number, or port 0 on several machines: each would choose a different one."""
     value = config.values.get("main_process_port")
     if value is not None and not str(value).isdecimal():
         yield Finding(
@@ -154,7 +154,7 @@ def port(config: Config) -> Iterator[Finding]:
     if config.num_machines > 1 and value == 0:
         yield Finding(
             f"main_process_port is 0, with num_machines: {config.num_machines}",
-            "each machine chooses a free port of its own, so they do not meet",
+            "each machine chooses its own free port, so they do not meet",
             Edit("main_process_port", 29500),
             "or another port that is free on the first machine",
         )
@@ -184,7 +184,7 @@ def gpu_ids(config: Config) -> Iterator[Finding]:
         total = num_ids * config.num_machines
         yield Finding(
             f"gpu_ids is {text}, for {wanted} processes on this machine",
-            "each process needs a GPU of its own",
+            "each process needs its own GPU",
             f"gpu_ids: all, or num_processes: {total}" + " with distributed_type: 'NO'" * (total == 1),
         )
 

@@ -10,12 +10,12 @@ from accelerate_recipes.doctor.finding import Finding, as_yaml
 
 TRUTH = ("true", "false", "1", "0", "yes", "no", "y", "n", "t", "f", "on", "off")  # words that Accelerate reads
 POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
-# FSDP2 does what these keys asked for, or has nothing of the kind. Source: accelerate to-fsdp2.
+# FSDP2 does what these keys asked for, or has no such option. Source: accelerate to-fsdp2.
 LEFTOVERS = ("fsdp_backward_prefetch", "fsdp_forward_prefetch", "fsdp_sync_module_states", "fsdp_use_orig_params")
 # FSDP1's sharding strategies; old files count them from 1. FSDP2 has fsdp_reshard_after_forward in their place.
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 KEEP_WHOLE = ("SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD_ZERO2")  # after the forward pass
-# Keys that Accelerate refuses beside deepspeed_config_file.
+# Keys that Accelerate refuses together with deepspeed_config_file.
 OF_THE_FILE = (
     *("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device"),
     *("offload_param_device", "offload_param_nvme_path", "offload_optimizer_nvme_path", "zero3_save_16bit_model"),
@@ -34,7 +34,7 @@ def leftovers(config: Config) -> Iterator[Finding]:
 
 
 def values_of_fsdp1(config: Config) -> Iterator[Finding]:
-    """What to shard and to save, in the words of FSDP1, in a file for FSDP2."""
+    """FSDP1's values for what to shard and save, in a file for FSDP2."""
     section = _section_of_fsdp2(config)
     strategy, reshard = (section.get(f"fsdp_{key}") for key in ("sharding_strategy", "reshard_after_forward"))
     if strategy is not None:
@@ -65,7 +65,7 @@ def _reshard(strategy: Any) -> Edit:
 
 
 def _beside(strategy: Any) -> str:
-    """What an FSDP1 strategy needs under FSDP2 beside fsdp_reshard_after_forward."""
+    """What an FSDP1 strategy needs under FSDP2 besides fsdp_reshard_after_forward."""
     if "HYBRID" in _name(strategy):
         return "add a parallelism_config as in accelerate_configs/hsdp.yaml: else all processes share one copy"
     return "NO_SHARD is DDP: accelerate_configs/ddp.yaml; this file shards" if _name(strategy) == "NO_SHARD" else ""
@@ -137,7 +137,7 @@ def launcher(config: Config) -> Iterator[Finding]:
 
 
 def beside_the_file(config: Config) -> Iterator[Finding]:
-    """Keys that belong into the DeepSpeed file that the section names."""
+    """Keys that belong in the DeepSpeed file that the section names."""
     section = config.section("deepspeed_config", "DEEPSPEED")
     file = section.get("deepspeed_config_file")
     given = {key: section[key] for key in OF_THE_FILE if key in section}
@@ -147,7 +147,7 @@ def beside_the_file(config: Config) -> Iterator[Finding]:
             f"{', '.join(given)} and deepspeed_config_file are set",
             "Accelerate refuses them together: the file has these values",
             *(Edit(key, None, "deepspeed_config" if key in section else "") for key in given),
-            f"look whether {file} says {as_yaml(given)[1:-1]}: else the run has other values",
+            f"check that {file} has {as_yaml(given)[1:-1]}: else the run has different values",
         )
 
 

@@ -45,14 +45,14 @@ def shared_memory(machine: Machine) -> Iterator[Finding]:
 
 
 def unasked_config(machine: Machine) -> Iterator[Finding]:
-    """A default config file, which Accelerate reads if a command names no other."""
+    """A default config file, which Accelerate reads if a command does not name one."""
     if machine.default_config is None:
         return
     keys = ("distributed_type", "num_processes", "mixed_precision")
     values = ", ".join(f"{key}: {machine.default_values[key]}" for key in keys if key in machine.default_values)
     yield Finding(
         f"{machine.default_config} exists ({values or 'unreadable'})",
-        "accelerate launch without --config_file runs with its values, and says nothing",
+        "accelerate launch without --config_file runs with its values, without a message",
         f"--config_file accelerate_configs/ddp.yaml after accelerate launch, or mv {machine.default_config} elsewhere",
     )
 
@@ -64,7 +64,7 @@ def processes(config: Config) -> Iterator[Finding]:
         gpus = f"{num_gpus} GPU" + "s" * (num_gpus > 1)
         yield Finding(
             f"num_processes asks for {wanted} processes on this machine, which has {gpus}",
-            "each process needs a GPU of its own",
+            "each process needs its own GPU",
             f"--num_processes {num_gpus * config.num_machines} after accelerate launch, or CUDA_VISIBLE_DEVICES= "
             "before the command to rehearse on the CPU",
         )
@@ -77,7 +77,7 @@ def bf16(config: Config) -> Iterator[Finding]:
         yield Finding(
             f"mixed_precision is bf16, but {old} has no bf16",
             "torch emulates it there, which is slow",
-            "mixed_precision: 'no'; or fp16, which DeepSpeed and tensor parallelism do not have here",
+            "mixed_precision: 'no'; or fp16, which does not work here with DeepSpeed or tensor parallelism",
         )
 
 

@@ -21,7 +21,7 @@ from ..reading.sources import hold_out, is_saved, load_tables
 from ..reading.text_files import local_path
 
 ENDINGS = {".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aif", ".aiff", ".aifc", ".au"}
-TEXTS = "expected metadata.csv or metadata.jsonl with the columns file_name and that of --text_column"
+TEXTS = "expected metadata.csv or metadata.jsonl with the column file_name and the one of --text_column"
 CLASSES = "expected a folder with a sub-folder for each class, such as cat/1.wav and dog/2.wav"
 ADVICE = "use --data tones for the embedded recordings, or the path of a folder, or of a .csv, .jsonl or .parquet file"
 
@@ -63,7 +63,7 @@ class Recordings(Dataset):
             target = {"text": tokens}
         if frames < needed:
             raise UsageError(
-                f"{recording.name}: the model makes {max(0, frames)} frames of its {len(wave) / rate:.2f} s, and its "
+                f"{recording.name}: the model makes {max(0, frames)} frames of its {len(wave) / rate:.2f} s, but its "
                 f"text or class needs {needed}: correct the text or remove the recording"
             )
         return {name: values, "frames": frames} | target
@@ -73,22 +73,22 @@ class Recordings(Dataset):
         number, fits = len(tokens) - len(self.tokenizer.prefix_tokens), len(tokens) <= self.model.max_target_positions
         if number > longest:
             advice = f"use --max_target_length {number}" if fits else "cut the recording"
-            raise UsageError(f"{name}: its text has {number} tokens, and the model writes {longest} at most: {advice}")
+            raise UsageError(f"{name}: its text has {number} tokens, but the model writes at most {longest}: {advice}")
         given, labels = [self.model.config.decoder_start_token_id, *tokens[1:-1]], torch.tensor(tokens[1:])
         return {"decoder_input_ids": torch.tensor(given), "labels": labels, "weight": float(len(given))}
 
 
 def freeze_reader(model: Any) -> None:
-    """Freezes what reads the wave: Whisper's encoder, or the convolutions. Raises UsageError if there is neither."""
+    """Freezes what reads the wave: Whisper's encoder, or the convolutions. Raises UsageError if it has neither."""
     freeze = getattr(model, "freeze_encoder", None) or getattr(model, "freeze_feature_encoder", None)
     if freeze is None:
-        raise UsageError(f"--freeze_feature_encoder: {type(model).__name__} has none: remove the flag")
+        raise UsageError(f"--freeze_feature_encoder: {type(model).__name__} has no such encoder: remove the flag")
     freeze()
 
 
 @torch.no_grad()
 def check_padding(model: Any, extractor: Any) -> None:
-    """Raises UsageError if padding changes what a model makes of a recording, as a mean over all of its frames does."""
+    """Raises UsageError if padding changes a model's output for a recording, as with a mean over all of its frames."""
     name, rate = extractor.model_input_names[0], extractor.sampling_rate
     noise = torch.randn(2 * rate, generator=torch.Generator().manual_seed(0)).numpy()
     short, long = (
@@ -107,13 +107,13 @@ def wave_for(extractor: Any, recording: Recording) -> Any:
     """The wave of a recording for a feature extractor. Raises UsageError if that would leave its end out."""
     wave, most = resample(recording, extractor.sampling_rate), getattr(extractor, "n_samples", None)
     if most and len(wave) > most:
-        seconds = f"{len(wave) / extractor.sampling_rate:.2f} s, and the model reads {extractor.chunk_length} s"
+        seconds = f"{len(wave) / extractor.sampling_rate:.2f} s, but the model reads {extractor.chunk_length} s"
         raise UsageError(f"{recording.name} has {seconds}: cut it into sentences")
     return wave
 
 
 def resample(recording: Recording, rate: int) -> Any:
-    """The wave of a recording with so many samples a second."""
+    """The wave of a recording with `rate` samples per second."""
     from scipy.signal import resample_poly  # takes half a second; scikit-learn needs SciPy, too
 
     common = math.gcd(rate, recording.rate)

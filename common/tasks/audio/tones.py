@@ -10,7 +10,7 @@ ROWS, COLUMNS = (697, 770, 852, 941), (1209, 1336, 1477)  # the tones of the key
 
 
 def dial(number: int, seed: int, is_class: bool) -> Labelled:
-    """So many telephone numbers in two groups of digits; or single keys, which are the classes."""
+    """`number` telephone numbers in two groups of digits; or single keys, which are the classes."""
     draw, samples, texts = numpy.random.default_rng(seed), list[Recording](), list[str]()
     for index in range(number):
         groups = ["".join(draw.choice(list("0123456789"), draw.integers(1, 4))) for _ in range(2)]

@@ -22,17 +22,17 @@ def is_whisper(name_or_path: str) -> bool:
 
 
 def load_whisper(name_or_path: str, language: str | None, task: str, max_target_length: int) -> tuple[Any, Any, Any]:
-    """(a Whisper, its feature extractor, its tokenizer) for texts of one language, by name or code; None: that of the
-    tokenizer's files, or the only one. The `task` "translate" has texts in English. `generation_config` says so, and
-    how many tokens the model writes at most, also in the export. Raises UsageError for no Whisper there, or a language
-    that it does not know."""
+    """(a Whisper, its feature extractor, its tokenizer) for texts of one language, by name or code; None: as in the
+    tokenizer's files, or the only one. With the `task` "translate" the texts are in English. `generation_config` has
+    these settings and the most tokens that the model writes, also in the export. Raises UsageError if there is no
+    Whisper, or it does not know the language."""
     model, processor, _ = load(AutoModelForSpeechSeq2Seq, name_or_path, "Whisper", AutoProcessor)
     settings, tokenizer = model.generation_config, processor.tokenizer
     known = [token.strip("<|>") for token in getattr(settings, "lang_to_id", None) or {}]
     language = (language or (tokenizer.language if known else None) or "").lower()
     code = TO_LANGUAGE_CODE.get(language, language) or None
     if code not in (known or [None]):
-        several = f"knows {len(known)} languages: use that of the texts, such as --language german"
+        several = f"knows {len(known)} languages: use the one of the texts, such as --language german"
         knows = several if known else "has no languages in its generation_config.json: leave out --language"
         raise UsageError(f"--language {language or 'is missing'}: {name_or_path} {knows}")
     tokenizer.language, tokenizer.task = code, task if code else None
@@ -40,6 +40,6 @@ def load_whisper(name_or_path: str, language: str | None, task: str, max_target_
     longest = min(max_target_length, model.config.max_target_positions - len(tokenizer.prefix_tokens))
     written = {"language": code, "task": tokenizer.task, "forced_decoder_ids": None, "return_timestamps": False}
     written |= {"no_timestamps_token_id": tokenizer.prefix_tokens[-1], "max_new_tokens": longest, "max_length": None}
-    # Else pipelines take five beams, and leave out what other models do not have.
+    # Otherwise pipelines use five beams, and leave out settings that other models do not have.
     vars(settings).update(written | {"num_beams": settings.num_beams or 1, "_from_model_config": False})
     return model, processor.feature_extractor, tokenizer

@@ -43,7 +43,7 @@ class ChatFlags(LoraFlags):
     attention: Literal["sdpa", "eager"] = flag("sdpa", "implementation of attention")
     activation_checkpointing: bool = flag(False, "recompute activations in the backward pass, to save memory")
     model_name_or_path: str | None = flag(None, "train this chat model with its tokenizer (folder or Hub id)")
-    trust_remote_code: bool = flag(False, "run Python code that the model brings: read it first")
+    trust_remote_code: bool = flag(False, "run the Python code that comes with the model: read it first")
     num_answers: int | None = flag(
         None, "held-out questions for the exported model after training; default: 50, above 1e9 weights 5", minimum=0
     )
@@ -54,9 +54,9 @@ def load_chat_model(
     small: Callable[[int, str], tuple[PreTrainedModel, Any]],
     kind: Any = AutoModelForCausalLM,
 ) -> tuple[PreTrainedModel, Any]:
-    """(the pretrained model of the flags, of a kind as in `load_pretrained`, or a small one from scratch, which `small`
-    makes of `--max_length` and `--attention`; its tokenizer or processor, with a template). Raises UsageError for flags
-    or a path that cannot be used."""
+    """(the pretrained model of the flags, of a kind as in `load_pretrained`, or a small one from scratch, made by
+    `small` from `--max_length` and `--attention`; its tokenizer or processor, with a template). Raises UsageError for
+    flags or a path that cannot be used."""
     limits = config.max_length, config.attention
     if (path := base_of(config, config.merge)) is None:
         model, tokenizer = small(*limits)
@@ -71,11 +71,11 @@ def load_chat_model(
 
 def with_chat_template(tokenizer: Any, model: PreTrainedModel) -> Any:
     """Gives a tokenizer without a chat template a plain one, and says so. Tells the model which token ends an answer.
-    Raises UsageError if the tokenizer does not know the places of its tokens, or a processor has no template."""
+    Raises UsageError if the tokenizer does not know the positions of its tokens, or a processor has no template."""
     plain = tokenizer_of(tokenizer)
     if not getattr(plain, "is_fast", False):
         raise UsageError(
-            f"{type(plain).__name__} does not tell the place of its tokens: use the path of a model with a fast "
+            f"{type(plain).__name__} does not tell the positions of its tokens: use the path of a model with a fast "
             "tokenizer (tokenizer.json)"
         )
     if tokenizer.chat_template is None and plain is not tokenizer:
@@ -108,12 +108,12 @@ def _end_answers(tokenizer: Any, model: PreTrainedModel) -> None:
         model.config.eos_token_id = model.generation_config.eos_token_id = list(dict.fromkeys(ends + known))
     model.ends_otherwise = not {*ends} <= {*known}
     if mark and not ends:
-        print_once(f"the chat template ends an answer with {after!r}, which is no single token: nothing stops there")
+        print_once(f"the chat template ends an answer with {after!r}, which is not one token: nothing stops there")
 
 
 def write_merged(config: ChatFlags, tokenizer: Any, kind: Any) -> None:
     """Adds the exported adapters to the weights of their base, a model of this kind, and writes <output_dir>/merged as
-    a run that trains all weights writes its model. If the base brings code, this run has run it."""
+    a run that trains all weights writes its model. If the base comes with code, this run has run it."""
     from peft import PeftConfig, PeftModel
 
     adapters = str(config.output_dir / "model")
@@ -169,7 +169,7 @@ def answer(model: Any, tokenizer: Any, chats: Sequence[Conversation], max_length
     Args:
         model: from `load_trained`.
         tokenizer: with a chat template; or a processor, if there are images.
-        chats: conversations that end with the expected answer. The model may write a few tokens more than that has.
+        chats: conversations that end with the expected answer. The model may write a few more tokens than that.
         max_length: of a conversation with its answer, in tokens.
     """
     found, plain = [], tokenizer_of(tokenizer)
@@ -190,8 +190,8 @@ def answer(model: Any, tokenizer: Any, chats: Sequence[Conversation], max_length
 
 
 def write_answers(config: ChatFlags, tokenizer: Any, chats: Any, kind: Any = AutoModelForCausalLM) -> None:
-    """Prints how many held-out questions the exported model answers right, and one answer; `select_answered` of the
-    chats gives some, and `kind` is as in `load_trained`. With `--merge`, writes the merged model first."""
+    """Prints how many held-out questions the exported model answers correctly, and one answer. The questions come from
+    the chats' `select_answered`; `kind` is as in `load_trained`. With `--merge`, writes the merged model first."""
     folder = config.output_dir / "model"
     if config.merge:
         write_merged(config, tokenizer, kind)

@@ -23,8 +23,8 @@ from ..reading.sources import check_not_streamed, divide, load_tables
 from ..streams import cache_folder, rows_on_disk
 from .conversations import Conversation, Messages, answer_spans, find_unused
 
-HELD_OUT = 20  # one conversation in so many is for evaluation, if the source has no evaluation part
-VERSION = 6  # of the encoded rows: another number makes it work anew
+HELD_OUT = 20  # one conversation in this many is for evaluation, if the source has no evaluation part
+VERSION = 6  # of the encoded rows: a new number makes new ones
 NUM_LOOKED_AT = 16  # conversations, for what the template does not use
 
 
@@ -43,7 +43,7 @@ class Chats:
         return len(self.rows)
 
     def select_answered(self, number: int) -> list[Conversation]:
-        """Among the first conversations of so many samples, those that end with an answer in text."""
+        """Of the conversations in the first `number` samples, those that end with an answer in text."""
         every = range(0, len(self), self.per_sample)[:number]
         return [chat for chat in (Conversation.of(self.chat(index)) for index in every) if chat.is_answered]
 
@@ -69,7 +69,7 @@ class Chats:
 
     @cached_property
     def teaching(self) -> tuple[list[int], list[int]]:
-        """(the samples all of whose conversations have a trained token, those of them that are no two equal ones)"""
+        """(the samples whose conversations all have a trained token, those of them that are not two equal ones)"""
         numbers, equal = range(len(self) // self.per_sample), self._column("equal")
         trained = [self.num_trained[side :: self.per_sample] for side in range(self.per_sample)]
         whole = [number for number in numbers if all(side[number] for side in trained)]
@@ -96,7 +96,7 @@ class Chats:
         return self if len(kept) == total else self.part(kept)
 
     def facts(self, max_length: int) -> str:
-        """How much of it is trained, and what was cut, for the terminal."""
+        """The share of trained tokens, and how many conversations were cut, for the terminal."""
         lengths, num_trained = self.lengths, sum(self.num_trained)
         num_tokens = sum(min(length, max_length) for length in lengths)
         num_cut = sum(length > max_length for length in lengths)
@@ -116,7 +116,7 @@ class ChatDataset(Dataset):
 
     Args:
         chats: the conversations.
-        block: None for one a sample. Else several are packed into a sample of so many tokens, at which they were cut;
+        block: None for one per sample. Else several are packed into a sample of this many tokens, where they were cut;
             then there are "positions", which start at 0 for each conversation, and for the padding at the end.
     """
 
@@ -172,7 +172,7 @@ def load_chats(
         max_length: tokens beyond this number are cut.
         column: name of the column with lists of messages. If there is none, the column "conversations", or the columns
             "prompt" and "completion", of which the completion is learnt.
-        max_samples: read so many conversations of each part as a stream.
+        max_samples: read at most this many conversations of each part, as a stream.
     """
     needs = [{column}, {"conversations"}, {"prompt", "completion"}]
     lacks = f"has neither {column} nor prompt and completion: use --messages_column with one of"
@@ -203,7 +203,7 @@ def load_samples(
 
     Args:
         data, tokenizer, max_length, max_samples: as in `load_chats`.
-        kind: what a sample is; begins with "conversation" or "pair". What other functions read is of another kind.
+        kind: what a sample is; begins with "conversation" or "pair". Each function that reads samples has its own kind.
         read: the conversations in a row.
         embedded: makes the rows of "rules".
         needs: the columns of one of these sets must be there.
@@ -272,10 +272,10 @@ def _divide(number: int, useful: list[int]) -> tuple[list[int], list[int]]:
 
 
 def _say_unused(data: str, table: Table, read: Callable[[Row], list[Conversation]], template: Any) -> None:
-    """Prints what the chat template does not use of the first rows."""
+    """Prints which parts of the first rows the chat template does not use."""
     chats = []
     for row in itertools.islice(table, NUM_LOOKED_AT):
-        with suppress(UsageError):  # whoever encodes it says so
+        with suppress(UsageError):  # its encoding reports that
             chats += read(row)
     if names := find_unused([chat for chat in chats if not chat.is_plain], template):
         found = [message.get(name) for chat in chats for message in chat.messages for name in names]
@@ -290,7 +290,7 @@ def encode(chat: Any, tokenizer: Any, max_length: int) -> dict[str, Any]:
     mark, but not in messages before the first that it learns. Raises UsageError.
     """
     chat = Conversation.of(chat)
-    if chat.is_plain:  # its contents as they stand, of which the last one is learnt
+    if chat.is_plain:  # its contents unchanged; the last one is learnt
         (prompt, answer), end = (message["content"] for message in chat.messages), tokenizer.eos_token or END
         text = prompt + answer + ("" if answer.endswith(end) else end)
         spans = [range(len(prompt), len(text))]

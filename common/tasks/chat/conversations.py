@@ -12,9 +12,9 @@ from ...errors import UsageError, first_line
 Messages = list[dict[str, Any]]  # [{"role": "user" or "assistant" or ..., "content": text}, ...]
 SPEAKERS = {"human": "user", "gpt": "assistant"}  # of ShareGPT's form; others have their usual names
 USUAL = ("system", "developer", "user", "assistant", "tool")
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # what was thought; templates read one of the first two
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # the model's reasoning; templates read one of the first two
 CHANGES = (
-    "the chat template changes earlier turns when a turn follows, so that the tokens to train on are unknown: give the "
+    "the chat template changes earlier turns when a turn follows, so the tokens to train on are unknown: give the "
     "tokenizer another chat_template, or its last answer as column completion and the turns before as column prompt"
 )
 EXPECTED = 'expected a list of messages such as {"role": "user", "content": "Why?"}'
@@ -28,8 +28,8 @@ class Conversation:
     first: int = 0  # number of the first message that may be learnt
     # What else the template gets: "tools", and what the column chat_template_kwargs has.
     options: Mapping[str, Any] = field(default_factory=dict)
-    is_plain: bool = False  # the contents are one text as they stand, with the tokenizer's end mark, without a template
-    images: Sequence[Any] = ()  # in the order of their places in the messages
+    is_plain: bool = False  # the contents are one text, unchanged, with the tokenizer's end mark, without a template
+    images: Sequence[Any] = ()  # in the order in which the messages show them
 
     @property
     def question(self) -> str:
@@ -48,7 +48,7 @@ class Conversation:
 
     @classmethod
     def of(cls, given: Any) -> Self:
-        """A conversation of messages in any form; one that is a conversation stays as it is. Raises UsageError."""
+        """A conversation from messages in any form; a conversation is returned unchanged. Raises UsageError."""
         return given if isinstance(given, cls) else cls(check_messages(as_messages(given)))
 
     @classmethod
@@ -68,7 +68,7 @@ def as_messages(given: Any, role: str | None = None) -> Messages:
 
     Args:
         given: a list of {"role", "content", ...}, or of {"from", "value"} (ShareGPT); a text if there is a `role`.
-        role: whose message a text is.
+        role: the role of the message if it is a text.
     """
     if isinstance(given, str) and role is not None:
         return [{"role": role, "content": given}]
@@ -87,8 +87,8 @@ def _without_none(value: Any) -> Any:
 
 
 def _role_first(message: dict[str, Any]) -> dict[str, Any]:
-    """A message of either form in the first of them. An empty list of calls is none. What was thought has both names
-    that templates read: transformers below 5.21 passes on the one that the data have."""
+    """A message of either form, in the first form. An empty list of calls is removed. Reasoning gets both names that
+    templates read: transformers below 5.21 passes on only the one in the data."""
     if not message.get("tool_calls", True):
         message = {name: value for name, value in message.items() if name != "tool_calls"}
     thought = next((message[name] for name in THOUGHTS if message.get(name) is not None), None)
@@ -121,13 +121,13 @@ def check_messages(messages: Messages) -> Messages:
             )
         calls = message.get("tool_calls", [])
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-            raise UsageError(f"the tool_calls of {where} are no list of dicts")
+            raise UsageError(f"the tool_calls of {where} are not a list of dicts")
         _check_json(message, where)
     return messages
 
 
 def _check_json(value: Any, where: str) -> None:
-    """Raises UsageError for a value that JSON does not have, of which templates get the name, or half a character."""
+    """Raises UsageError for a value that JSON does not have, or half a character. `where` names it in the message."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except (TypeError, ValueError) as error:
@@ -135,7 +135,7 @@ def _check_json(value: Any, where: str) -> None:
 
 
 def options_of(row: dict[str, Any]) -> dict[str, Any]:
-    """What a row has for the template beside messages: its columns tools (a list of JSON schemas) and
+    """What a row has for the template besides messages: its columns tools (a list of JSON schemas) and
     chat_template_kwargs (a dict), each perhaps as JSON. Raises UsageError."""
     found = dict(_json_of(row, "chat_template_kwargs", dict) or {})
     tools = [_json_of({"tools": tool}, "tools", dict) for tool in _json_of(row, "tools", list) or []]
@@ -147,7 +147,7 @@ def _json_of(row: dict[str, Any], name: str, kind: type) -> Any:
     try:
         value = _without_none(json.loads(value) if isinstance(value, str) and value.strip() else value)
     except ValueError:
-        raise UsageError(f"its {name} are no JSON") from None
+        raise UsageError(f"its {name} are not valid JSON") from None
     if value and not isinstance(value, kind):
         raise UsageError(f"its {name} are of the type {type(value).__name__}: expected a {kind.__name__}")
     _check_json(value, name)
@@ -167,8 +167,8 @@ def render(messages: Messages, template: Any, **options: Any) -> str:
 def fit_to_template(messages: Messages, template: Any, options: Mapping[str, Any]) -> tuple[Messages, str]:
     """(the messages in the first form that the template writes as a whole, their text).
 
-    Templates differ: some take parts of a content, others texts alone; arguments of a call as a dict, or as JSON; and
-    some know a call by a content that is missing. Raises UsageError if the template refuses all forms."""
+    Templates differ: some take parts of a content, others only texts; arguments of a call as a dict, or as JSON; and
+    some recognize a call by its missing content. Raises UsageError if the template refuses all forms."""
     refusal, fault, tried = None, None, list[Messages]()
     for content, joins, convert in itertools.product(("", None), (False, True), (_parse, _dump)):
         form = [_in_form({"content": content, **message}, joins, convert) for message in messages]
@@ -187,7 +187,7 @@ def fit_to_template(messages: Messages, template: Any, options: Mapping[str, Any
 
 
 def _in_form(message: dict[str, Any], joins: bool, convert: Callable[[Any], Any]) -> dict[str, Any]:
-    """A message with one text in place of parts that are texts, if it `joins` them; and with converted arguments."""
+    """A message with one text instead of several text parts, if it `joins` them; and with converted arguments."""
     content, calls = message["content"], message.get("tool_calls")
     if joins and isinstance(content, list) and all(isinstance(part.get("text"), str) for part in content):
         message = message | {"content": "".join(part["text"] for part in content)}
@@ -212,7 +212,7 @@ def _dump(arguments: Any) -> Any:
 
 
 def _fault(messages: Messages, template: Any, options: Mapping[str, Any], text: str) -> str | None:
-    """What is wrong with a text: it contains a Python object, or lacks a part or the calls of these messages."""
+    """What is wrong with a text: it contains a Python object, or misses a part or the calls of these messages."""
     for name, value in {"messages": messages, **options}.items():
         if any(shown in text for shown in _python_objects(value)):
             return f"the chat template writes a Python object of its {name}: give the tokenizer another chat_template"
@@ -234,7 +234,7 @@ def _python_objects(value: Any) -> Iterator[str]:
 
 
 def _uses(name: str, messages: Messages, template: Any, options: Mapping[str, Any]) -> bool:
-    """Whether the text changes without what has this name, among the options or in messages."""
+    """Whether the text changes without the entry of this name, in the options or in messages."""
     without = [{key: value for key, value in message.items() if key != name} for message in messages]
     others = {key: value for key, value in options.items() if key != name}
     try:
@@ -262,14 +262,14 @@ def answer_spans(
 ) -> tuple[str, list[range]]:
     """(the text of a conversation, the places in it that the model learns to write).
 
-    A place is what the template writes for an answer of the assistant after what it writes to ask for one. Raises
+    A place is the text that the template writes for the assistant's answer after the prompt for one. Raises
     UsageError if it begins with an answer, or for a template that cannot be used.
 
     Args:
         messages: the conversation.
         template: a tokenizer or a processor with a chat template.
         first: number of the first message that may be learnt.
-        options: more for the template.
+        options: more arguments for the template.
     """
     options = options or {}
     if messages and messages[0]["role"] == "assistant":
@@ -290,7 +290,7 @@ def answer_spans(
 
 
 def _say_why(earlier: str, asking: str, after: str) -> NoReturn:
-    """Raises the UsageError for an answer that does not begin as the prompt that asks for it ends."""
+    """Raises the UsageError for an answer whose beginning does not match the end of the prompt that asks for it."""
     shared = num_shared(asking, after)
     if shared < num_shared(earlier, asking):
         raise UsageError(CHANGES)
@@ -302,7 +302,7 @@ def _say_why(earlier: str, asking: str, after: str) -> NoReturn:
 
 
 def num_shared(one: Any, other: Any) -> int:
-    """How many characters, or items, both begin with."""
+    """The length of the common beginning, in characters or items."""
     return next((at for at, (mine, yours) in enumerate(zip(one, other)) if mine != yours), min(len(one), len(other)))
 
 

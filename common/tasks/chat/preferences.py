@@ -30,11 +30,11 @@ from .chats import Chats, answers_by_rules, by_rules, load_samples, shift
 from .conversations import Conversation, as_messages, check_messages, num_shared, options_of
 
 OPPOSITES = {"Larger": "Smaller", "Smaller": "Larger", "After": "Before", "Before": "After"}
-VERSION = 4  # of what is kept on disk: another number makes it anew
+VERSION = 4  # of the files on disk: a new number makes new ones
 
 
 class PairDataset(Dataset):
-    """A pair of `load_pairs` a sample, the preferred conversation in column 0, the other one in column 1: {"tokens",
+    """A pair of `load_pairs` per sample, the preferred conversation in column 0, the other one in column 1: {"tokens",
     "labels": int64 of shape (length, 2), "places": of trained labels, int64 of shape (number, 2)}, and with a reference
     "reference_chosen" and "reference_rejected", float32, 0-dim."""
 
@@ -60,14 +60,14 @@ def _columns(tensors: Any, padding: int) -> Tensor:
 
 def load_pairs(data: str, tokenizer: Any, max_length: int, max_samples: int | None = None) -> tuple[Chats, Chats]:
     """(training pairs, evaluation pairs) of conversations, encoded, whose answers both have a token within the limit,
-    and differ. Rows 2i and 2i + 1 are the preferred and the other conversation of pair i. What both begin with is not
+    and differ. Rows 2i and 2i + 1 are the preferred and the other conversation of pair i. Their common beginning is not
     trained. If the source has only one part, one pair in twenty is held out. Raises UsageError for no data, no such
     columns, and messages or a template that cannot be used.
 
     Args:
-        data: "rules" (the right answer, and that to the opposite question); a .jsonl or .parquet file; or a Hub id. Its
-            columns are "chosen" and "rejected", and perhaps "prompt", as in TRL: lists of messages, of which the
-            tokenizer's chat template makes texts; or texts, which are taken as they stand.
+        data: "rules" (the right answer, and the one to the opposite question); a .jsonl or .parquet file; or a Hub id.
+            Its columns are "chosen" and "rejected", and perhaps "prompt", as in TRL: lists of messages, which the
+            tokenizer's chat template turns into texts; or texts, which are used unchanged.
         tokenizer, max_length, max_samples: as in `load_chats`.
     """
     limits = max_length, max_samples
@@ -76,8 +76,8 @@ def load_pairs(data: str, tokenizer: Any, max_length: int, max_samples: int | No
 
 
 def split_pair(row: dict[str, Any]) -> list[Conversation]:
-    """[preferred conversation, the other one], as TRL reads a row: texts are taken as they stand, and if there is no
-    prompt, it is what both begin with. Raises UsageError for neither lists of messages nor texts."""
+    """[preferred conversation, the other one], as TRL reads a row: texts are used unchanged; without a prompt, their
+    common beginning is it. Raises UsageError for anything but lists of messages or texts."""
     prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
     if all(isinstance(text, str) for text in (prompt or "", chosen, rejected)):
         if prompt is None:
@@ -97,7 +97,7 @@ def split_pair(row: dict[str, Any]) -> list[Conversation]:
 
 
 def _num_asked(chosen: Any, rejected: Any) -> int:
-    """How many characters or messages both begin with; one is left of each."""
+    """The length of the common beginning, in characters or messages; at least one of each is left over."""
     return max(0, min(num_shared(chosen, rejected), len(chosen) - 1, len(rejected) - 1))
 
 
@@ -123,8 +123,8 @@ def log_probabilities(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
 def weights_of_losses(
     text: str, known: Collection[str], smoothed: Collection[str], smoothing: float
 ) -> dict[str, float]:
-    """{loss: weight} of `--loss`, such as dpo, or dpo:0.8,hinge:0.2; 1 without a weight. Raises UsageError for another
-    name, a name twice, a weight that is no number above 0, or smoothing that no loss takes."""
+    """{loss: weight} of `--loss`, such as dpo, or dpo:0.8,hinge:0.2; 1 without a weight. Raises UsageError for an
+    unknown or repeated name, a weight that is not a number above 0, or smoothing that no loss supports."""
     pairs = [word.strip().partition(":") for word in text.split(",")]
     try:
         found = {name: float(weight) if colon else 1.0 for name, colon, weight in pairs}
@@ -136,7 +136,7 @@ def weights_of_losses(
             "dpo:0.8,hinge:0.2"
         )
     if smoothing and not found.keys() & {*smoothed}:
-        raise UsageError(f"--label_smoothing: --loss {text} takes none: use one of {', '.join(sorted(smoothed))}")
+        raise UsageError(f"--label_smoothing is not for --loss {text}: use one of {', '.join(sorted(smoothed))}")
     return found
 
 
@@ -150,16 +150,16 @@ def add_reference(
     config: RunConfig,
     collate_fn: CollateFn,
 ) -> None:
-    """Gives the pairs that the run takes the log-probabilities that the model has before training. Other pairs have no
-    numbers, so that a step that took them would end the run.
+    """Adds the log-probabilities under the model before training to the pairs that the run uses. Other pairs have no
+    numbers, so a step that took them would end the run.
 
-    Before the run, and not in its steps, so that one model alone is in memory while it trains, and a resumed run has
-    the same values. Those of pairs that are on disk stay there, too, for the same weights, pairs and precision.
+    This happens before the run, not in its steps: only one model is in memory during training, and a resumed run has
+    the same values. For pairs on disk the values stay there, too, for the same weights, pairs and precision.
     Collective.
 
     Args:
-        model: for `fit`, before it; perhaps with adapters. It stays as it is.
-        build: makes the same model once more, with the same weights.
+        model: for a later call of `fit`; perhaps with adapters. It is not changed.
+        build: makes the same model again, with the same weights.
         optimizer_of: makes its optimizer.
         train_set, eval_set: a `PairDataset`, or a `Mixture` of some.
         config, collate_fn: as for `fit`.
@@ -196,8 +196,8 @@ def add_reference(
 def drawn_pairs(config: RunConfig, layout: Layout, train_set: Any) -> list[int]:
     """The ids of the training pairs that the steps of a run draw, and of those by which a checkpoint knows the data.
 
-    In the order of the steps: so a longer run computes the first ones in the same micro-batches, with the same bits.
-    But all ids, in their own order, where the steps leave out less than a batch: then runs of any seed share them.
+    They are in the order of the steps, so that a longer run computes the first ones in the same micro-batches, with the
+    same bits. If the steps leave out less than a batch, they are all ids, in order: then runs of any seed share them.
     """
     plan = Plan.of(config, layout, len(train_set), sampler=getattr(train_set, "sampler", None))
     epoch, num_left, found = 0, 1 if config.evaluate_only else plan.num_steps, dict[int, None]()
@@ -225,7 +225,7 @@ def _values_of(
 ) -> dict[str, Tensor]:
     """The log-probabilities of each pair, shape (pairs, 2), in all processes, under any config.
 
-    Model and optimizer are used up: build others for `fit`, and keep no reference to these.
+    Model and optimizer cannot be used afterwards: build new ones for `fit`, and keep no reference to these.
     """
     given = accelerator, model, optimizer, _reference_step, next(iter(datasets.values())), datasets, config
     setup = Setup.of(*given, collate_fn=collate_fn)

@@ -1,7 +1,7 @@
 """Conversations with images as samples and batches for a vision-language model of transformers.
 
-Each processor makes tensors of its own. What they mean is measured: the processor gets two images, and a tensor that
-has a number for each token, one row for the sample, or rows for each image, is one of three kinds.
+Each processor makes its own tensors. A test with two images shows what they mean: a tensor has a number for each token,
+one row for the sample, or rows for each image.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from .conversations import answer_spans, render
 from .vision_chats import Images, Messages, VisionChats
 
 NUM_LOOKED_AT = 16  # conversations at the start
-ROWS = "number of rows of "  # begins the name of a tensor that tells which rows of another are no padding
+ROWS = "number of rows of "  # begins the name of a tensor with the number of rows of another that are not padding
 NOT_OF_IMAGES = ("input_ids", "attention_mask", "offset_mapping")
 
 
@@ -67,7 +67,7 @@ class VisionEncoder:
         options |= {"return_tensors": "pt", "return_offsets_mapping": True}
         try:
             return dict(self.processor(text=texts, images=images if any(images) else None, **options))
-        except Exception as error:  # of dozens of types
+        except Exception as error:  # any of dozens of types
             raise UsageError(f"{type(self.processor).__name__} refuses it ({first_line(error)})") from None
 
     def sample(self, messages: Messages, images: Images, is_cut: bool = True) -> dict[str, Any]:
@@ -96,8 +96,8 @@ class VisionEncoder:
     def _encode(self, messages: Messages, images: Images) -> tuple[dict[str, Tensor], Tensor]:
         """(what the processor returns, whether each token is trained).
 
-        The processor puts many tokens in the place of an image, so places in the text are counted from its end. If an
-        image follows answers, the conversation up to the last of them tells about those.
+        The processor puts many tokens in the place of an image, so positions in the text count from its end. If an
+        image follows answers, these are found in the conversation up to the last of them.
         """
         shown = [sum(part["type"] == "image" for part in message["content"]) for message in messages]
         if any(number and message["role"] == "assistant" for number, message in zip(shown, messages)):
@@ -151,7 +151,7 @@ class VisionEncoder:
         for name, value in own.items():
             if not torch.equal(expected[name], value if name in self.of_rows else value[:2]):
                 raise UsageError(
-                    f"{type(self.processor).__name__} pads {name} in a way of its own: use a model with another one"
+                    f"{type(self.processor).__name__} pads {name} in its own way: use a model with another processor"
                 )
 
 
@@ -180,7 +180,7 @@ def unpad(given: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class VisionDataset(Dataset):
-    """One conversation a sample, as the encoder makes it when it is asked for."""
+    """One conversation per sample, encoded when it is read."""
 
     def __init__(self, chats: VisionChats, encoder: VisionEncoder):
         self.chats, self.encoder = chats, encoder
@@ -194,7 +194,7 @@ class VisionDataset(Dataset):
             return self.encoder.sample(*chat)
 
     def facts(self) -> str:
-        """How much of the first conversations is trained, and how many are cut, for the terminal. Raises UsageError."""
+        """The share of trained tokens in the first conversations, and how many are cut, to print. Raises UsageError."""
         samples = [self[index] for index in range(min(NUM_LOOKED_AT, len(self)))]
         lengths = [len(sample["tokens"]) for sample in samples]
         num_trained = sum(sample["weight"] for sample in samples)

@@ -44,7 +44,7 @@ class VisionChats:
             return self.load(self.rows[index])
 
     def select_answered(self, number: int) -> list[Conversation]:
-        """Among the first so many conversations, those that end with an answer in text."""
+        """Among the first `number` conversations, those that end with an answer in text."""
         read = map(self.read, range(min(number, len(self))))
         found = [Conversation(messages, images=images) for messages, images in read]
         return [chat for chat in found if chat.is_answered]
@@ -70,7 +70,7 @@ def load_vision_chats(
             stand for an image, or a list of parts such as {"type": "image"} and {"type": "text", "text": "Why?"}.
         images_column: name of the column with the images of a conversation in order: images of `datasets`, or paths
             from the folder of the file. It is not needed if each part holds its image: {"type": "image", "path": ...}
-        max_samples: read so many conversations of each part as a stream.
+        max_samples: read at most this many conversations of each part, as a stream.
     """
     if data == "shapes":
         check_not_streamed(data, max_samples)
@@ -104,7 +104,7 @@ class _Rows:
                 raise UsageError(
                     f"--data {data} has no column {images}: use --images_column with one of {', '.join(of_images)}"
                 )
-            say(f"--data {data} has no column {images}: it has no images but those in parts of its messages")
+            say(f"--data {data} has no column {images}: the only images are those in parts of its messages")
 
     def find_answered(self, data: str) -> list[int]:
         """The numbers of the conversations with an answer; a line counts others. Raises UsageError if there is none."""
@@ -141,7 +141,7 @@ def _may_have_an_answer(messages: Any) -> bool:
 
 def with_parts(messages: Any, images: list[Any]) -> tuple[Messages, list[Any]]:
     """(messages whose contents are lists of parts, their images in order). Images without a place in a message come
-    before the first question. Raises UsageError for no messages, or another number of images than of places."""
+    before the first question. Raises UsageError for no messages, or if the numbers of images and places differ."""
     messages = as_messages(messages)
     contents = [_content(one) for one in messages]
     if not any(_is_image(part) for content in contents for part in content):
@@ -159,7 +159,7 @@ def with_parts(messages: Any, images: list[Any]) -> tuple[Messages, list[Any]]:
 
 
 def _match_images(shown: list[dict[str, Any]], images: list[Any]) -> list[Any]:
-    """The image of each part that shows one: its own, that with its index, or the next of the column."""
+    """The image of each part that shows one: its own, the one with its index, or the next one of the column."""
     found, left = [], iter(images)
     for part in shown:
         own = next((part[name] for name in PATHS if part.get(name)), None)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 def make_box_measure() -> Callable[..., dict[str, float]]:
     """A function (boxes, label, score, true boxes, true label, is_crowd) -> {"map": the average precision of
-    pycocotools, as a mean over the classes and over IoU thresholds from 0.5 to 0.95; "map_50", "map_75": at one}.
+    pycocotools, as a mean over the classes and over IoU thresholds from 0.5 to 0.95; "map_50", "map_75": at 0.5, 0.75}.
 
     Boxes have the shape (images, boxes, 4) and are left, top, width and height in pixels; the others (images, boxes).
-    A true label below 0 is padding. Without true boxes all are -1.
+    A true label below 0 is padding. Without true boxes, all values are -1.
     """
     from pycocotools.coco import COCO  # type: ignore[import-untyped]
     from pycocotools.cocoeval import COCOeval  # type: ignore[import-untyped]

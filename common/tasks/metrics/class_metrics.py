@@ -15,7 +15,7 @@ from ..reading.labelled import Labelled, balanced_weights
 
 def class_measures(num_classes: int, examples: dict[str, Tensor]) -> dict[str, float]:
     """For `examples` of `fit`, from "label" and "predicted", each of shape (samples,): the mean of F1 over the classes
-    that occur, and Matthews' correlation; of two classes also F1 of the second one."""
+    that occur, and Matthews' correlation; for two classes also the F1 of the second one."""
     from sklearn.metrics import f1_score, matthews_corrcoef  # takes 0.8 s
 
     given = [examples[name].numpy() for name in ("label", "predicted")]
@@ -69,14 +69,14 @@ def weights_of_classes(flag: str | None, parts: Sequence[Labelled], are_mixed: b
                 weights[name] = float(number)
                 continue
         raise UsageError(
-            f"--class_weights {flag}: {word} is no class and its weight: use balanced, or numbers above 0 such as "
+            f"--class_weights {flag}: {word} is not a class with a weight: use balanced, or numbers above 0 such as "
             f"{classes[0]}:2,{classes[-1]}:0.5"
         )
     return [weights[name] for name in classes]
 
 
 class Confusion:
-    """How often each of these classes is taken for each other one, in the last evaluation."""
+    """How often each class was predicted as each other one, in the last evaluation."""
 
     def __init__(self, classes: list[str]):
         self.classes = classes

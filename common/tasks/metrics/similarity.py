@@ -25,7 +25,7 @@ def candidates(values: Values) -> tuple[Tensor, Tensor]:
 
 
 def _scores(values: Values) -> Tensor:
-    """Cosines of each query and candidate, times `scale`, shape (batch, candidates). Minus infinity marks what is no
+    """Cosines of each query and candidate, times `scale`, shape (batch, candidates). Minus infinity marks what is not a
     negative of the query: another document of an equal query, a text equal to one of those, or to the query."""
     vectors, texts = candidates(values)
     query, document = values["text_ids"][:, 0], values["text_ids"][:, 1]
@@ -59,10 +59,9 @@ LOSSES: dict[str, Callable[[Values], Tensor]] = {  # of each pair, shape (batch,
 
 
 def retrieval(examples: Examples) -> Metrics:
-    """What InformationRetrievalEvaluator measures, over the queries of different texts and all documents and negatives
-    of different texts. The documents of all pairs of a query are right. Where documents are equally near, recall counts
-    the chance of a random order, and for the other measures the wrong ones come first. What is not a number is never
-    near."""
+    """The metrics of InformationRetrievalEvaluator, over all distinct queries, and distinct documents and negatives.
+    The documents of all pairs of a query are right. Where documents are equally near, recall uses the average over
+    random orders, and for the other metrics the wrong ones come first. NaN is never near."""
     vectors, texts = candidates(examples)
     queries, query_of = _distinct(examples["text_ids"][:, 0])
     documents, document_of = _distinct(texts)
@@ -78,7 +77,7 @@ def retrieval(examples: Examples) -> Metrics:
 
 
 def _distinct(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """(where each id stands first, for each place the number of its id)"""
+    """(where each id first occurs, for each place the number of its id)"""
     found, numbers = ids.unique(return_inverse=True)
     places = torch.arange(len(ids))
     return places.new_zeros(len(found)).scatter_reduce(0, numbers, places, "amin", include_self=False), numbers
@@ -106,7 +105,7 @@ def _measures(scores: Tensor, right: Tensor) -> dict[str, Tensor]:
 
 
 def correlations(examples: Examples) -> Metrics:
-    """What EmbeddingSimilarityEvaluator measures, of cosines and scores."""
+    """The metrics of EmbeddingSimilarityEvaluator, from cosines and scores."""
     return correlations_of(_cosines(examples), examples["score"])
 
 

@@ -30,7 +30,7 @@ from .routers import experts_per_token, routes_of
 
 IGNORED = -100  # label of padding; torch's cross-entropy ignores it by default
 MEASURED = ("loss", "token_accuracy", "entropy")
-CLOSE = 1e-3  # a label that is less probable than the best token by so little, in nats, is right in part
+CLOSE = 1e-3  # a label that is less probable than the best token by less than this, in nats, is partly right
 
 
 def load_pretrained(
@@ -51,8 +51,8 @@ def load_pretrained(
         attention: transformers' `attn_implementation`: "sdpa" or "eager".
         flag: the recipe's name for `context`.
         kind: a class with `from_pretrained`. Models that see images have a processor.
-        trust_remote_code: run code that the model brings.
-        tokenizer_path: a folder of adapters of this model, which may have a tokenizer with another template.
+        trust_remote_code: run code that comes with the model.
+        tokenizer_path: a folder of adapters of this model, which may have a tokenizer with a different template.
     """
     is_text = kind is AutoModelForCausalLM
     reads, expected = (AutoTokenizer, "causal model") if is_text else (AutoProcessor, "vision-language model")
@@ -84,19 +84,19 @@ def load_pretrained(
 
 def load_trained(folder: Path, kind: Any = AutoModelForCausalLM) -> Any:
     """A causal model that this run has exported, or exported adapters on their base, on the run's device and in its
-    precision. If the model brings code, this run has run it."""
+    precision. If the model comes with code, this run has run it."""
     logging.disable_progress_bar()
     state = AcceleratorState()
     precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(state.mixed_precision, torch.float32)
     model = kind.from_pretrained(folder, dtype=precision, trust_remote_code=True).to(state.device).eval()
-    if (folder / "generation_config.json").is_file():  # of adapters, it would be that of the base
+    if (folder / "generation_config.json").is_file():  # adapters would have the one of their base
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
 
 
 @torch.no_grad()
 def _sees_the_future(model: PreTrainedModel) -> bool:
-    """Whether another last token changes the logits before it."""
+    """Whether a different last token changes the logits before it."""
     tokens = torch.arange(8).remainder(model.get_input_embeddings().num_embeddings).repeat(2, 1)
     tokens[1, -1] = 1 - tokens[1, -1].clamp(max=1)
     with runnable(model):
@@ -117,10 +117,10 @@ def with_losses(
 
     forward(tokens, labels, positions=None, places=None), all int64 of shape (batch, context), returns the mean loss of
     each example, shape (batch,), over the labels that are not `IGNORED`. With `places`, of shape (batch, number), from
-    `find_trained_places`, the model computes logits there alone. Losses are much smaller than logits, so mixed
+    `find_trained_places`, the model computes logits only there. Losses are much smaller than logits, so mixed
     precision converts little and sharding gathers little. The parameters keep their names, and the exported model keeps
-    its class. Raises UsageError if with `packs` the model lets a document see the one before it, or with `routes` it
-    has no routers.
+    its class. Raises UsageError if with `packs` the model lets a document see the one before it, or if with `routes`
+    it has no routers.
 
     Args:
         model: a causal model of transformers.
@@ -129,10 +129,10 @@ def with_losses(
         longest: the length of the longest sample, if there is a chunk or samples have places. Shorter ones, and those
             with fewer places, take the same number of chunks, as ZeRO needs.
         routes: of a mixture of experts: forward returns what `router_loss` needs, with the losses as "cross_entropy".
-        sees: of a model that sees images: makes its arguments of the other tensors of a batch.
+        sees: for a model that sees images: makes its arguments from the other tensors of a batch.
         measures: forward returns {name of `MEASURED`: mean of each example over its labels}, each of shape (batch,):
-            the loss; the share of labels than which no token is more probable; and the entropy of what the model
-            predicts, in nats. It computes them of the logits of the loss.
+            the loss; the share of labels that are the most probable token; and the entropy of the model's
+            predictions, in nats. It computes them from the logits of the loss.
     """
 
     def forward(
@@ -226,17 +226,17 @@ def _of_labels(logits: Tensor, labels: Tensor, measures: bool) -> Tensor:
         return losses.unsqueeze(0)
     del logits  # to have two tensors of this size at once, not three
     with torch.no_grad():
-        # Without a step from 0 to 1: of many tokens, rounding errors would carry some over it, under one config only.
+        # A ramp, not a jump from 0 to 1: rounding errors would move some tokens across it, under one config only.
         right = (1 - (losses + predicted.amax(-1)) / CLOSE).clamp(0, 1)
-        # In place, as it is as large as the logits. A token that cannot come adds nothing: 0 * -inf is no number.
+        # In place, as it is as large as the logits. An impossible token adds nothing: 0 * -inf is NaN.
         entropy = -predicted.exp().mul_(predicted).nansum(-1)
         measured = [value.masked_fill(labels == IGNORED, 0) for value in (right, entropy)]
     return torch.stack([losses, *measured])
 
 
 def find_trained_places(labels: Tensor) -> Tensor:
-    """The places of labels that are not `IGNORED`, and -1 until their number is a multiple of 16: there are some, and
-    shapes vary less. The labels of a sample, shape (context,), are on the CPU: a GPU would be waited for."""
+    """The places of labels that are not `IGNORED`, padded with -1 to a multiple of 16: so there is at least one, and
+    shapes vary less. The labels of a sample, shape (context,), are on the CPU: a GPU would be stalled."""
     places = [place for place, label in enumerate(labels.tolist()) if label != IGNORED]
     return torch.tensor(places + [-1] * (16 - len(places) % 16))
 
@@ -258,7 +258,7 @@ def _in_chunks(head: nn.Module, hidden: Tensor, labels: Tensor, num_chunks: int,
     if num_chunks == 1:
         return values(hidden.flatten(0, 1), labels.flatten())
     parts = zip(hidden.flatten(0, 1).tensor_split(num_chunks), labels.flatten().tensor_split(num_chunks))
-    # The backward pass computes a chunk again as far as the loss, and no measure twice.
+    # The backward pass computes a chunk again, up to the loss; it computes no metric twice.
     each = [checkpoint(values, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
     return torch.cat(each, 1)
 
@@ -277,7 +277,7 @@ def _head_alone_makes_logits(model: PreTrainedModel) -> bool:
 
 @torch.no_grad()
 def _check_documents_are_apart(model: PreTrainedModel) -> None:
-    """Raises UsageError if a document of a packed sample has other logits than alone."""
+    """Raises UsageError if a document has different logits in a packed sample than alone."""
     vocabulary = model.get_input_embeddings().num_embeddings
     first, second = torch.arange(14).remainder(vocabulary).split([6, 8])
     positions = torch.cat([torch.arange(len(first)), torch.arange(len(second))])

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from ...errors import UsageError
 
-FREQUENCIES = 16  # of the sine and cosine waves that stand for a time
+FREQUENCIES = 16  # of the sine and cosine waves that encode a time
 
 
 class Block(nn.Module):
@@ -18,7 +18,7 @@ class Block(nn.Module):
         super().__init__()
         self.head_size = width // num_heads
         self.norm = nn.LayerNorm(width, elementwise_affine=False)
-        # Without biases: that of the keys has no gradient but rounding, which Adam would turn into steps.
+        # Without biases: the keys' gradient would be only rounding errors, which Adam would turn into steps.
         self.query, self.key, self.value = (nn.Linear(width, width, bias=False) for _ in range(3))
         self.joined = nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 class DiT(nn.Module):
     """(images (batch, channels, height, width), times (batch,) from 0 to 1, labels (batch,)) -> images. The label
-    `num_classes` stands for any class. Raises UsageError for sizes that do not divide.
+    `num_classes` stands for any class. Raises UsageError for sizes that do not divide evenly.
 
     Args:
         image_shape: (channels, height, width)

@@ -36,14 +36,14 @@ PAD, UNKNOWN, FIRST, MASK = "[PAD]", "[UNK]", "[CLS]", "[MASK]"
 class EncoderFlags(RunConfig):
     """The flags of recipes that train an encoder."""
 
-    max_length: int = flag(64, "tokens of a text beyond this number are left out", minimum=1)
+    max_length: int = flag(64, "texts are cut off after this number of tokens", minimum=1)
     vocabulary: int = flag(4096, "number of words that the model from scratch knows", minimum=4)
     num_layers: int = flag(2, "encoder layers", minimum=1)
     num_heads: int = flag(4, "attention heads", minimum=1)
     hidden_size: int = flag(64, "width of the model", minimum=1)
     dropout: float = flag(0.0, "probability of dropout; its masks depend on --micro_batch_size", minimum=0, below=1)
     model_name_or_path: str | None = flag(None, "continue from this encoder and its tokenizer (folder or Hub id)")
-    trust_remote_code: bool = flag(False, "run Python code that the model brings: read it first")
+    trust_remote_code: bool = flag(False, "run the Python code that comes with the model: read it first")
 
 
 def small_bert(
@@ -84,11 +84,11 @@ def small_bert(
 
 def load_encoder(kind: Any, name_or_path: str, max_length: int, **options: Any) -> tuple[PreTrainedModel, Any]:
     """Loads an encoder in float32 and its tokenizer. Raises UsageError for no encoder or tokenizer there, weights that
-    do not fit, no token for padding, or too few positions.
+    do not fit, no padding token, or too few positions.
 
     Args:
-        kind: a class with `from_pretrained`, such as `AutoModel`. If it has a head that the model lacks, or that is for
-            another number of classes, the head is new.
+        kind: a class with `from_pretrained`, such as `AutoModel`. If it has a head that the model lacks, or that has a
+            different number of classes, the head is new.
         name_or_path: folder or Hub id.
         max_length: tokens of the longest text.
         options: for `from_pretrained`, such as `id2label` and `label2id` of the classes, and `trust_remote_code`.
@@ -96,7 +96,7 @@ def load_encoder(kind: Any, name_or_path: str, max_length: int, **options: Any) 
     model, tokenizer, _ = load(kind, name_or_path, "encoder", **options)
     if tokenizer.pad_token_id is None:
         raise UsageError(
-            f"--model_name_or_path {name_or_path}: its tokenizer has no token for padding: use the path of an encoder"
+            f"--model_name_or_path {name_or_path}: its tokenizer has no padding token: use the path of an encoder"
         )
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
@@ -126,9 +126,9 @@ def always_mask(model: PreTrainedModel) -> None:
 
 
 def freeze_key_biases(model: nn.Module) -> None:
-    """Freezes the key biases of an encoder. They add one number to all scores of a query, so their gradient is zero but
-    for rounding. Adam would turn the rounding into steps, which differ between layouts. Where the keys are turned by
-    their positions, or there is no softmax, the gradient is real."""
+    """Freezes the key biases of an encoder. They add one number to all scores of a query, so their gradient is zero
+    except for rounding errors. Adam would turn these into steps, which differ between layouts. With rotary positions,
+    or without a softmax, the gradient is real."""
     if any(
         "rot" in name or "rope" in name or type(module).__name__.startswith(("RoFormer", "Yoso"))
         for name, module in model.named_modules()
@@ -141,8 +141,8 @@ def freeze_key_biases(model: nn.Module) -> None:
 
 @torch.no_grad()
 def pad_texts(model: PreTrainedModel, tokenizer: Any) -> Padding:
-    """A `collate_fn` for texts, with padding that changes no value: on the right, with the token for which the head
-    looks; or on the left, as for XLNet, whose head reads the last position. A line says if it changes values anyhow."""
+    """A `collate_fn` for texts, with padding that changes no value: on the right, with the token that the head looks
+    for; or on the left, as for XLNet, whose head reads the last position. A line says if it changes values anyway."""
     tokens = torch.tensor([tokenizer("a a")["input_ids"]])
     usual = tokenizer.pad_token_id
 
@@ -154,20 +154,20 @@ def pad_texts(model: PreTrainedModel, tokenizer: Any) -> Padding:
 
     ways = [way for way in ((usual, 0, 2), (model.config.pad_token_id, 0, 2), (usual, 2, 0)) if way[0] >= 0]
     fitting = ways[:1]
-    with suppress(Exception), runnable(model):  # one that cannot take the text says so in the run
+    with suppress(Exception), runnable(model):  # if it cannot take the text, the run says so
         alone = values(usual, 0, 0)
         fitting = [way for way in ways if torch.allclose(values(*way), alone, 1e-3, 1e-5)]
     if not fitting:
         print_once(f"{type(model).__name__} sees padding: the result depends on --micro_batch_size")
     pad, left, _ = (fitting or ways)[0]
     if left:
-        tokenizer.padding_side = "left"  # goes with the export
+        tokenizer.padding_side = "left"  # becomes part of the export
     return pad_to_longest({"input_ids": pad}, side="left" if left else "right")
 
 
 def word_tokenizer(texts: Iterable[str], num_tokens: int, masks: bool = False) -> PreTrainedTokenizerFast:
     """A tokenizer whose tokens are the most frequent words of the training texts, in lower case; a digit or a
-    punctuation mark is a word. The first token of a text is [CLS], also of each in a pair. The vocabulary has
+    punctuation mark is a word. The first token of each text is [CLS], also in a pair. The vocabulary has
     `num_tokens`, with three special ones, and [MASK] if it `masks`."""
     special = [PAD, UNKNOWN, FIRST] + [MASK] * masks
     tokenizer = Tokenizer(models.WordLevel(unk_token=UNKNOWN))

@@ -41,7 +41,7 @@ class LongSequences:
         takes = inspect.signature(type(self.model).forward).parameters
         if not self.model._supports_attention_backend or "position_ids" not in takes:
             raise UsageError(
-                f"{name} has an attention of its own, which cannot divide sequences",
+                f"{name} has its own attention, which cannot divide sequences",
                 "use --config_file accelerate_configs/fsdp2.yaml",
             )
         if config._attn_implementation not in AttentionInterface():
@@ -64,7 +64,7 @@ class LongSequences:
     def slices(
         self, tokens: Tensor, labels: Tensor, positions: Tensor | None, ignored: int
     ) -> tuple[Tensor, Tensor, dict]:
-        """This process's slice of tokens, of labels, and of what else the model is called with. All are int64 of shape
+        """This process's slice of tokens, of labels, and of the model's other inputs. All are int64 of shape
         (batch, context); the positions of each document start at 0."""
         assert self.group is not None
         self._length, self._documents = self.group.padded_length(tokens.shape[1]), None
@@ -74,7 +74,7 @@ class LongSequences:
             padded = torch.nn.functional.pad(positions, (0, self._length - positions.shape[1]))
             self._documents = (padded.diff(prepend=padded[:, :1]) != 1).cumsum(1)
         own, own_labels = self.group.slice(tokens, 0), self.group.slice(labels, ignored)
-        # With a mask, transformers does not look for documents in the positions, of which it sees a slice.
+        # With a mask, transformers does not look for documents in the positions; it sees only a slice of them.
         given = {"position_ids": self.group.slice(positions, 0), "attention_mask": torch.ones_like(own)}
         return own, own_labels, given
 

@@ -1,4 +1,4 @@
-"""LoRA adapters (Hu et al. 2021) through PEFT: small trained matrices beside frozen weights."""
+"""LoRA adapters (Hu et al. 2021) through PEFT: small trained matrices next to frozen weights."""
 
 import hashlib
 import json
@@ -42,8 +42,8 @@ class LoraFlags(RunConfig):
 
 
 class Adapter:
-    """What a checkpoint and an export need to know about a model with adapters: they hold the adapters alone. The
-    digest is that of the frozen weights, so that a checkpoint is not loaded beside others."""
+    """What a checkpoint and an export need to know about a model with adapters: they hold only the adapters. The digest
+    is that of the frozen weights, so that a checkpoint is not loaded with different ones."""
 
     def __init__(self, settings: Any, base_digest: str):
         self.settings, self.base_digest = settings, base_digest
@@ -51,7 +51,7 @@ class Adapter:
 
     def write_settings(self, model: Any, folder: Path) -> None:
         """Writes PEFT's settings, and those of generation. transformers reads the latter from the base, unless the
-        folder is a model of its own: if the base does not know how an answer ends, an index names its weights."""
+        folder is a separate model: if the base does not know how an answer ends, an index names its weights."""
         self.settings.save_pretrained(str(folder))
         if getattr(model, "generation_config", None) is None:
             return
@@ -71,7 +71,7 @@ class Adapter:
 
     def read(self, folder: Path, names: list[str], is_of_peft: bool = False) -> dict[str, Tensor]:
         """{name in the model: weight} of what `write` wrote, or PEFT, which notes no base; `names` are those in the
-        model. Raises OSError for no such file, and UsageError if the adapters belong to another base."""
+        model. Raises OSError for no such file, and UsageError if the adapters belong to a different base."""
         with safe_open(folder / FILE, "pt") as file:
             base = (file.metadata() or {}).get("base")
         if base != self.base_digest and not (is_of_peft and base is None):
@@ -87,7 +87,7 @@ def _without_name(weight: str) -> str:
 
 def base_of(config: LoraFlags, merge: bool = False) -> str | None:
     """`--model_name_or_path`, or if that is a folder of adapters, the model to which they belong. Raises UsageError for
-    flags of adapters without a pretrained model, or beside adapters that continue; and for `--merge` without any."""
+    flags of adapters without a pretrained model, or with adapters to continue; and for `--merge` without adapters."""
     path, own = config.model_name_or_path, (LoraFlags(), config)
     names = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
     given = [f"--{name}" for name in names if getattr(own[0], name) != getattr(own[1], name)]
@@ -95,7 +95,7 @@ def base_of(config: LoraFlags, merge: bool = False) -> str | None:
     if given and path is None:
         raise UsageError(f"{given[0]} adapts a pretrained model: use --model_name_or_path, too")
     if given and goes_on:
-        raise UsageError(f"{given[0]}: the adapters in {path} train on: leave it out, or --merge them first")
+        raise UsageError(f"{given[0]}: the adapters in {path} continue training: leave it out, or --merge them first")
     if (given or merge) and not config.lora_rank and not goes_on:
         raise UsageError(f"{'--merge' if merge else given[0]} is for adapters: use --lora_rank, too")
     if path is None or not goes_on:
@@ -175,7 +175,7 @@ def _peft() -> Any:
 def _adapt(model: PreTrainedModel, settings: Any, base: str, given: str) -> Any:
     """A frozen model with adapters of these settings. Raises UsageError."""
     digest = digest_of_weights(model)
-    settings.task_type = settings.base_model_name_or_path = None  # a type would give forward other arguments
+    settings.task_type = settings.base_model_name_or_path = None  # a type would give forward different arguments
     with with_random_weights(model), warnings.catch_warnings():  # PEFT makes adapters on the device of the weights
         warnings.filterwarnings("ignore", "fan_in_fan_out")  # PEFT sets it for GPT-2's layers
         try:
@@ -183,7 +183,7 @@ def _adapt(model: PreTrainedModel, settings: Any, base: str, given: str) -> Any:
         except (ValueError, TypeError, NotImplementedError) as error:
             raise UsageError(f"{given}: {first_line(error)}; {_advice(model)}") from None
     settings = adapted.peft_config["default"]
-    base = str(Path(base).resolve()) if Path(base).is_dir() else base  # the export lies elsewhere
+    base = str(Path(base).resolve()) if Path(base).is_dir() else base  # the export is elsewhere
     settings.base_model_name_or_path, settings.task_type = base, "CAUSAL_LM"
     if not isinstance(settings.target_modules, str):
         settings.target_modules = sorted(settings.target_modules)  # PEFT writes a set in a random order
@@ -192,8 +192,8 @@ def _adapt(model: PreTrainedModel, settings: Any, base: str, given: str) -> Any:
 
 
 def _layers(model: PreTrainedModel, targets: str) -> str | list[str]:
-    """The names of layers in `--lora_targets`; or the expression itself, if it has other characters than names have.
-    Raises UsageError for what no layer has, or for the head, which may share its weights with an embedding."""
+    """The names of layers in `--lora_targets`; or the expression itself, if it has characters that names do not have.
+    Raises UsageError for names that no layer has, or for the head, which may share its weights with an embedding."""
     is_expression = re.search(r"[^\w.,\s-]", targets) is not None
     names = [targets] if is_expression else [name.strip() for name in targets.split(",") if name.strip()]
     head, unknown = model.get_output_embeddings(), []

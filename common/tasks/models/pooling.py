@@ -1,4 +1,4 @@
-"""Pooling: how a text's tokens become its vector, and the files in which sentence-transformers keeps that."""
+"""Pooling: how a text's tokens become its vector, and sentence-transformers' files for it."""
 
 import json
 from collections.abc import Callable
@@ -29,7 +29,7 @@ class Pooling:
     mode: str  # a key of `POOLINGS`
     prompts: dict[str, str]  # {"query": text before each query, "document": text before each document}
     normalizes: bool  # whether sentence-transformers is told to give vectors the length 1
-    settings: dict[str, Any]  # what else its file says
+    settings: dict[str, Any]  # the other settings in its file
 
     def files(self, width: int, max_length: int) -> dict[str, Any]:
         """{path: content} of sentence-transformers' files, for `width` elements and up to `max_length` tokens."""
@@ -49,13 +49,13 @@ class Pooling:
 
 
 def read_pooling(path: str | None, mode: str, prompts: dict[str, str | None], are_alike: bool) -> Pooling:
-    """How a model makes vectors, by its files and the flags; a line says it. Raises UsageError if the model makes its
-    vectors in another way, or its files are damaged.
+    """How a model makes vectors, by its files and the flags; prints a line. Raises UsageError if the model makes its
+    vectors in a way that is not supported, or its files are damaged.
 
     Args:
         path: folder or Hub id; None for a new model.
         mode: a key of `POOLINGS`; or "auto": as modules.json says, and the mean if there is none.
-        prompts: {"query", "document": that of the flags, or None for the model's own}
+        prompts: {"query", "document": the flag's prompt, or None for the model's own}
         are_alike: whether both texts of a pair begin with the model's default prompt.
     """
     why = "--pooling"
@@ -63,7 +63,7 @@ def read_pooling(path: str | None, mode: str, prompts: dict[str, str | None], ar
         modules, settings = _read(path, "modules.json", []), _read(path, "config_sentence_transformers.json", {})
         parts = {module["type"].rpartition(".")[2]: module["path"] for module in modules}
         if mode == "auto":
-            why = "modules.json" if parts else "no modules.json: --pooling chooses others"
+            why = "modules.json" if parts else "no modules.json: --pooling chooses another"
             mode = _mode_of(path, parts) if parts else "mean"
         names = dict.fromkeys(PROMPTS, (settings.get("default_prompt_name"),)) if are_alike else PROMPTS
         own = settings.get("prompts") or {}
@@ -79,7 +79,7 @@ def read_pooling(path: str | None, mode: str, prompts: dict[str, str | None], ar
 
 
 def _mode_of(path: str | None, parts: dict[str, str]) -> str:
-    """The pooling of a model with these modules. Raises UsageError if it is none of ours, or there is more to it."""
+    """The pooling of a model with these modules. Raises UsageError if it is not of `POOLINGS`, or has more parts."""
     settings = _read(path, f"{parts['Pooling']}/config.json", {}) if "Pooling" in parts else {}
     flags = [key.removeprefix("pooling_mode_") for key, is_on in settings.items() if "mode_" in key and is_on is True]
     modes = settings.get("pooling_mode") or [flag.removesuffix("s").removesuffix("_token") for flag in flags]
@@ -90,7 +90,7 @@ def _mode_of(path: str | None, parts: dict[str, str]) -> str:
     if others or len(modes) != 1 or modes[0] not in POOLINGS:
         raise UsageError(
             f"--model_name_or_path {path} makes vectors with {' and '.join([*modes, *others])}: this recipe has "
-            f"{', '.join(POOLINGS)}; use --pooling with one of them to train it so, or sentence-transformers"
+            f"{', '.join(POOLINGS)}; use --pooling with one of them to train it that way, or sentence-transformers"
         )
     return str(modes[0])
 

@@ -26,13 +26,13 @@ from ...weights.on_disk import WeightFiles, leave_on_disk, materialize, on_disk,
 from .tokenization import tokenizer_of
 
 TYPES = ("F64", "F32", "F16", "BF16")  # of safetensors, whose numbers are the weights themselves
-SCALED = ("F8_E4M3", "F8_E5M2")  # each has its scales beside it
-PLAIN = "use the path of the model of which it was made, with weights in float32, bfloat16 or float16"
+SCALED = ("F8_E4M3", "F8_E5M2")  # each comes with its scales
+PLAIN = "use the path of the model from which it was made, with weights in float32, bfloat16 or float16"
 
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Lets transformers print nothing, such as that torchvision is missing, in the `with` block or the function."""
+    """Keeps transformers from printing, such as that torchvision is missing, in the `with` block or the function."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
@@ -56,11 +56,11 @@ def load(
         name_or_path: folder or Hub id.
         expected: what should be there, for the message.
         reads: `AutoTokenizer`, or `AutoProcessor` if the model sees images; None for no tokenizer.
-        options: for `from_pretrained`; and `tokenizer_path`, if the tokenizer is elsewhere. Code that the model brings
+        options: for `from_pretrained`; and `tokenizer_path`, if the tokenizer is elsewhere. Code of the model
             runs if `trust_remote_code` is there and true.
 
     Returns:
-        (model, tokenizer, names of the weights that are new: the files lack them, or have heads of another shape)
+        (model, tokenizer, names of the weights that are new: the files lack them, or have heads of a different shape)
     """
     has_flag, trust = "trust_remote_code" in options, {"trust_remote_code": options.pop("trust_remote_code", False)}
     tokenizer_path = options.pop("tokenizer_path", name_or_path)
@@ -83,7 +83,7 @@ def load(
             check_is_pulled(path)
         if "trust_remote_code" in str(error):  # transformers would ask, in each process, if it were not told
             advice = "read it, and use --trust_remote_code to run it" if has_flag else "this recipe does not run it"
-            raise UsageError(f"--model_name_or_path {name_or_path} brings Python code of its own: {advice}") from None
+            raise UsageError(f"--model_name_or_path {name_or_path} comes with its own Python code: {advice}") from None
         is_video = "video processor" in str(error) and find_spec("torchvision") is None
         needs = "; run pip install torchvision" if is_video else ""
         raise UsageError(
@@ -96,10 +96,10 @@ def load(
             f"the path of another {expected}"
         )
     if config.dtype in (torch.bfloat16, torch.float16):
-        model.config.dtype = config.dtype  # that of the exported weights
+        model.config.dtype = config.dtype  # the dtype of the exported weights
         name = str(config.dtype).removeprefix("torch.")
         print_once(f"{name_or_path} is in {name}: trained in float32, exported in {name} again (--export_dtype)")
-    if type(model)._auto_class is not None:  # its code goes with the export, from where it is loaded
+    if type(model)._auto_class is not None:  # its code becomes part of the export, to be loaded from there
         own = f"{type(model).__module__.rpartition('.')[2]}.{type(model).__name__}"
         model.config.auto_map = (model.config.auto_map or {}) | {type(model)._auto_class: own}
     new = sorted(info["missing_keys"]) + misfits
@@ -109,7 +109,7 @@ def load(
 
 
 def _check_settings(folder: Path) -> None:
-    """Raises UsageError for a JSON or Jinja file that is a pointer of Git LFS, or a config that is null or a list."""
+    """Raises UsageError for a JSON or Jinja file that is a Git LFS pointer, or a config that is null or a list."""
     for path in folder.glob("*.j*"):
         check_is_pulled(path)
         if path.name.endswith("config.json") and not isinstance(json.loads(path.read_bytes()), dict):
@@ -139,8 +139,8 @@ def switch_off_dropout(model: PreTrainedModel) -> None:
 
 
 def export_of(model: Any, processor: Any, files: Mapping[str, Any] | None = None) -> Callable[[Path], None]:
-    """Makes the function with which `fit` writes files beside the exported weights: those of the tokenizer or
-    processor, the Python code that the model brought, and {path in the folder: content of a JSON file}."""
+    """Makes the function with which `fit` writes files next to the exported weights: those of the tokenizer or
+    processor, the Python code that came with the model, and {path in the folder: content of a JSON file}."""
 
     def export(folder: Path) -> None:
         processor.save_pretrained(folder)
@@ -212,10 +212,10 @@ def _check_types(model: PreTrainedModel, folder: WeightFiles, dequantized: bool)
 
 def _check_rows(model: PreTrainedModel, tokenizer: Any) -> None:
     """Raises UsageError if a token of the tokenizer, or of a processor's, has no row in the embedding. Special tokens
-    without a task of their own become text: the Gemma 3 that sees no images has one for images."""
+    that the model does not use become text: the text-only Gemma 3 has one for images."""
     try:
         num_rows = model.get_input_embeddings().num_embeddings
-    except (AttributeError, NotImplementedError):  # it embeds in another way, as CANINE hashes characters
+    except (AttributeError, NotImplementedError):  # it embeds differently: CANINE hashes characters
         return
     plain = tokenizer_of(tokenizer)
     tokens = plain.get_vocab() if plain is not None else {}
@@ -227,8 +227,8 @@ def _check_rows(model: PreTrainedModel, tokenizer: Any) -> None:
     in_template = any(token in str(plain.chat_template) for token in without)
     if not extra.issuperset(without) or not plain.is_fast or plain is not tokenizer or in_template:
         raise UsageError(
-            f"its tokenizer has the token {without[-1]!r} with the id {tokens[without[-1]]}, the model has {num_rows} "
-            "rows for tokens: use the path of a model with its own tokenizer"
+            f"its tokenizer has the token {without[-1]!r} with the id {tokens[without[-1]]}, but the model "
+            f"has {num_rows} rows for tokens: use the path of a model with its own tokenizer"
         )
     content = json.loads(plain.backend_tokenizer.to_str())
     content["added_tokens"] = [each for each in content["added_tokens"] if each["content"] not in without]
@@ -237,7 +237,7 @@ def _check_rows(model: PreTrainedModel, tokenizer: Any) -> None:
 
 
 def files_of(name_or_path: str) -> list[str]:
-    """The safetensors files that `from_pretrained` has read; empty if it has read others."""
+    """The safetensors files that `from_pretrained` has read; empty if it has read files of other formats."""
     find = partial(cached_file, name_or_path, local_files_only=True, _raise_exceptions_for_missing_entries=False)
     if single := find(SAFE_WEIGHTS_NAME):
         return [single]

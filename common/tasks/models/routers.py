@@ -21,7 +21,7 @@ def experts_per_token(model: PreTrainedModel) -> int:
 
 
 def routes_of(logits: Sequence[Tensor], counted: Tensor, num_chosen: int) -> dict[str, Tensor]:
-    """What the routers of all layers do with the tokens of each sample.
+    """How the routers of all layers distribute the tokens of each sample.
 
     Args:
         logits: of each layer, shape (batch × context, experts).
@@ -44,8 +44,8 @@ def routes_of(logits: Sequence[Tensor], counted: Tensor, num_chosen: int) -> dic
 
 
 def router_loss(weight: float, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """For `batch_loss` of `fit`: the cross-entropy, plus `weight` times the loss that is least if all experts get as
-    many tokens of the global batch (Fedus et al. 2021; transformers' `load_balancing_loss_func`)."""
+    """For `batch_loss` of `fit`: the cross-entropy, plus `weight` times the loss that is smallest if all experts get
+    equally many tokens of the global batch (Fedus et al. 2021; transformers' `load_balancing_loss_func`)."""
     share = (values["tokens"] / values["tokens"].sum()).unsqueeze(1)
     chosen, probability = (share * values["chosen"]).sum(0), (share * values["probability"]).sum(0)
     balance = len(chosen) * (chosen * probability).sum().expand_as(values["tokens"])

@@ -44,7 +44,7 @@ def adds_special_tokens(processor: Any, text: str) -> bool:
 
 def rows_with_tokens(*encoded: Sequence[Any]) -> list[int]:
     """The numbers of the samples that have tokens in each of these columns. Attention in a text without tokens has
-    nothing to attend to, which is 0/0. A line counts such samples. Raises UsageError if all are so."""
+    nothing to attend to, which is 0/0. Prints how many such samples there are. Raises UsageError if all are such."""
     kept = [row for row, sample in enumerate(zip(*encoded)) if all(sample)]
     if not kept:
         raise UsageError("no sample has tokens in each of its texts: look at the columns that the flags name")

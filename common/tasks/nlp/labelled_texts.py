@@ -21,15 +21,15 @@ ADVICE = "use --data stdlib for the embedded texts, or the path of a .csv, .json
 
 
 class EncodedTexts(Dataset):
-    """Samples {"input_ids": int64 of shape (length,), "label": int}; of pairs of texts with the "token_type_ids" that
-    the tokenizer gives; with weights of classes, "class_weight": float.
+    """Samples {"input_ids": int64 of shape (length,), "label": int}; for pairs of texts with the tokenizer's
+    "token_type_ids"; with weights of classes, "class_weight": float.
 
-    The label is a float32 tensor, 0-dim, if it is a number; of a text with several classes one of shape (classes,), 1
-    for each of them.
+    The label is a float32 tensor, 0-dim, if it is a number; for a text with several classes, of shape (classes,), 1 for
+    each of them.
 
     Args:
         source: the texts.
-        tokenizer: a tokenizer of transformers.
+        tokenizer: a transformers tokenizer.
         max_length: tokens beyond this number are left out, of the longer text of a pair first.
         class_weights: how much a text of each class counts in the loss.
     """
@@ -76,7 +76,7 @@ def load_labelled_texts(
     parts: list[Any] = []  # of (text, perhaps the second one, its class, classes or number)
     if data == "stdlib":
         if second_column or target != "class":
-            raise UsageError("--data stdlib has single texts with a class each: use the path of a file that has others")
+            raise UsageError("--data stdlib has single texts with one class each: use the path of a file for others")
         parts = [_standard_library()]
     else:
         tables = load_tables(data, ADVICE, is_labelled=lambda table: table.has_classes(label_column))
@@ -97,7 +97,7 @@ def load_labelled_texts(
             "classes: expected both, and two or more classes"
         )
     if is_number:
-        if min(len({*part}) for part in labels) < 2:  # as of a test split whose numbers are hidden
+        if min(len({*part}) for part in labels) < 2:  # such as a test split with hidden numbers
             raise UsageError(f"--data {data}: the training or evaluation texts all have one number: expected others")
         train, evaluation = (Labelled(*each, ["LABEL_0"]) for each in zip(texts, labels))
         return train, evaluation
@@ -125,7 +125,7 @@ def _labels(table: Table, column: str, target: str) -> list[Any]:
     if target in NUMBERS:
         numbers = [*table.numbers(column)]
         if target == "probability" and (wrong := [one for one in numbers if not 0 <= one <= 1]):
-            raise UsageError(f"--target probability: {wrong[0]:g} in column {column} is none: use --target number")
+            raise UsageError(f"--target probability: {wrong[0]:g} in column {column} is not one: use --target number")
         return numbers
     cells = [*table.values(column)]
     if target == "classes":

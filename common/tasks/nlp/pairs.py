@@ -36,8 +36,8 @@ class EncodedPairs(ListDataset):
     (texts,), the same for equal texts; and "score": float32, 0-dim, if the pairs have one}.
 
     Args:
-        pairs: of as many texts each.
-        tokenizer: a tokenizer of transformers.
+        pairs: each with the same number of texts.
+        tokenizer: a transformers tokenizer.
         max_length: tokens beyond this number are left out.
         prompts: {"query": text before each query, "document": text before each other text}
     """
@@ -45,7 +45,7 @@ class EncodedPairs(ListDataset):
     def __init__(self, pairs: list[Pair], tokenizer: Any, max_length: int, prompts: dict[str, str]):
         names = text_names([pairs])
         begins = [prompts["query" if name == "query" else "document"] for name in names]
-        # Outer white space goes, as in sentence-transformers.
+        # Outer white space is removed, as in sentence-transformers.
         texts = [[(begin + pair.texts[at]).strip() for pair in pairs] for at, begin in enumerate(begins)]
         encoded = [tokenizer(column, truncation=True, max_length=max_length)["input_ids"] for column in texts]
         self.samples = []
@@ -58,10 +58,10 @@ class EncodedPairs(ListDataset):
 
 
 def text_names(parts: list[list[Pair]]) -> list[str]:
-    """The names of the texts of each pair. Raises UsageError if parts of the data have other numbers of negatives."""
+    """The names of the texts of each pair. Raises UsageError if parts of the data differ in their negatives."""
     numbers = {len(part[0].texts) for part in parts}
     if len(numbers) > 1:
-        raise UsageError("parts of --data have other columns of negatives: name those to use with --negative_column")
+        raise UsageError("parts of --data differ in columns of negatives: name those to use with --negative_column")
     return ["query", "document", *(f"negative_{number}" for number in range(1, numbers.pop() - 1))]
 
 
@@ -73,7 +73,7 @@ def load_pairs(
     score_column: str | None = None,
 ) -> tuple[list[Pair], list[Pair]]:
     """(training pairs, evaluation pairs) of texts. If the source has only one part, one pair in ten is held out. Raises
-    UsageError for no data, no such column, a score that is no number, or fewer than two pairs in a part.
+    UsageError for no data, no such column, a score that is not a number, or fewer than two pairs in a part.
 
     Args:
         data: "stdlib" (docstrings of Python's standard library, each with its function); or what `load_tables` takes.
@@ -81,7 +81,7 @@ def load_pairs(
         document_column: name of the column with the second texts.
         negative_column: names of columns with wrong documents, with commas between them; None for those that are called
             negative, or negative_1 and so on.
-        score_column: name of a column with numbers that say how much the two texts are alike; then nothing is wrong.
+        score_column: name of a column with numbers for how much the two texts are alike; then there are no negatives.
     """
     if data == "stdlib":
         if negative_column or score_column:
@@ -132,6 +132,6 @@ def _rows(table: Table, query: str, document: str, negative: str | None, score: 
         return [Pair(texts) for texts in rows_with_text(table, query, document, *negatives)]
     table.check_columns({"--score_column": score})
     if negatives:
-        raise UsageError("--score_column says how much two texts are alike: leave out --negative_column")
+        raise UsageError("--score_column does not work with negatives: leave out --negative_column")
     rows = rows_with_text(table, query, document, beside=[*table.numbers(score)])
     return [Pair(tuple(texts), number) for *texts, number in rows]

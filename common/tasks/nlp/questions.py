@@ -18,7 +18,7 @@ from ..reading.rows import Table, rows_with_text
 from ..reading.sources import hold_out, load_tables
 
 QUESTIONS_PER_CALL = 1000  # of the tokenizer, whose lists are large
-NOWHERE = -1, -1  # the place of a token that is not of the text
+NOWHERE = -1, -1  # the place of a token that is not part of the text
 ADVICE = "use --data stdlib for the embedded questions, or the path of a .csv, .json, .jsonl or .parquet file"
 
 
@@ -48,12 +48,12 @@ class Windows(ListDataset):
 
     def __init__(self, questions: list[Question], tokenizer: Any, max_length: int, stride: int):
         if not tokenizer.is_fast:
-            raise UsageError(f"{type(tokenizer).__name__} does not say where tokens stand: use a fast tokenizer")
+            raise UsageError(f"{type(tokenizer).__name__} does not give the positions of tokens: use a fast tokenizer")
         asked = [question.text.lstrip() for question in questions]
         longest = max(map(len, tokenizer(asked, [""] * len(asked))["input_ids"]))
         if longest + stride >= max_length:
             raise UsageError(
-                f"--max_length {max_length} leaves no room for a text beside a question of {longest} tokens and "
+                f"--max_length {max_length} leaves no room for a text next to a question of {longest} tokens and "
                 f"--stride {stride}: use --max_length {2 * (longest + stride)}, or a smaller --stride"
             )
         cls, options = tokenizer.cls_token_id, {"truncation": "only_second", "max_length": max_length, "stride": stride}
@@ -131,11 +131,11 @@ def load_questions(
     data: str, context: str, question: str, answers: str, embedded: Callable[[], list[Question]]
 ) -> tuple[list[Question], list[Question]]:
     """(training questions, evaluation questions) with their texts and answers. If the source has only one part, one
-    text in ten is held out. Raises UsageError for no data, no such column, or an answer that does not stand in its
+    text in ten is held out. Raises UsageError for no data, no such column, or an answer that is not in its
     text.
 
     Args:
-        data: "stdlib", for what `embedded` gives; or what `load_tables` takes: rows with the columns of `datasets`'
+        data: "stdlib", for what `embedded` returns; or what `load_tables` takes: rows with the columns of `datasets`'
             SQuAD, or with an answer as text; or SQuAD's own JSON file.
         context, question, answers: names of the columns.
     """
@@ -166,7 +166,7 @@ def _rows(table: Table, context: str, question: str, answers: str) -> list[Quest
 
 
 def _answers(cell: Any, context: str, where: str) -> list[tuple[str, int]]:
-    """(answer, its first character) of each. Raises UsageError if it does not stand there."""
+    """(answer, its first character) of each. Raises UsageError if it is not there."""
     if cell is None or isinstance(cell, str):
         cell = [{"text": cell, "answer_start": context.find(cell or "")}]
     cell = [cell] if isinstance(cell, dict) and isinstance(cell.get("text"), str) else cell

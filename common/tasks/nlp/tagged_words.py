@@ -31,13 +31,13 @@ class EncodedWords(ListDataset):
 
     Args:
         source: words, and tuples of the numbers of their tags.
-        tokenizer: a tokenizer of transformers that knows which token is of which word.
-        max_length: tokens beyond this number are left out. A line counts their words.
+        tokenizer: a transformers tokenizer that knows which token belongs to which word.
+        max_length: tokens beyond this number are left out. A line tells how many words that affects.
     """
 
     def __init__(self, source: Labelled, tokenizer: Any, max_length: int):
         if not tokenizer.is_fast:
-            raise UsageError("its tokenizer does not say which token is of which word: use a model with tokenizer.json")
+            raise UsageError("its tokenizer does not tell the word of each token: use a model with tokenizer.json")
         encoded = tokenizer([*source.samples], is_split_into_words=True, truncation=True, max_length=max_length)
         self.samples, lost = [], 0
         for row, tags in enumerate(source.labels):
@@ -58,8 +58,8 @@ class EncodedWords(ListDataset):
 class Entities:
     """Counts the entities that tags make, as seqeval does: B-X and I-X (BIO), or with L- and U- (BILOU), or E- and S-.
 
-    An entity ends where its type does. I- without a B- before it begins one. A tag without such a mark is an entity of
-    one word, O is none. `classes` are the tags in the order of their numbers, `types` those of entities."""
+    An entity ends where its type changes. I- without a B- before it begins one. A tag without such a mark is an entity
+    of one word, O is none. `classes` are the tags in the order of their numbers, `types` those of entities."""
 
     def __init__(self, classes: list[str]):
         pairs = [(name[0], name[2:]) if re.match("[BILUES]-.", name) else ("S", name) for name in classes]
@@ -81,7 +81,7 @@ class Entities:
         }
 
     def _find(self, tags: Tensor, beyond: Tensor) -> Tensor:
-        """(the type of the entity that begins at each place, or 0; where the entity ends that is there), stacked."""
+        """(the type of the entity that begins at each place, or 0; where the entity at each place ends), stacked."""
         kinds, opens, continues = (each.to(tags.device)[tags] for each in (self.kinds, self.opens, self.continues))
         kinds = kinds.masked_fill(beyond > 0, 0)
         goes_on = opens[:, :-1] & continues[:, 1:] & (kinds[:, :-1] == kinds[:, 1:])

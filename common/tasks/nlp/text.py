@@ -27,7 +27,7 @@ CHARACTERS_PER_LINE = 50_000  # a piece ends within a line that is longer
 CHARACTERS_PER_BATCH = 1_000_000  # that are tokenised at one time
 TEXTS = dict.fromkeys((".txt", ".md", ".py"), "text")
 ADVICE = "use --data stdlib for the embedded text, or --data FILE.txt"
-VERSION = 3  # of the files of tokens: another number makes new ones
+VERSION = 3  # of the files of tokens: a new number makes new ones
 
 
 class TokenDataset(InMemoryDataset):
@@ -42,7 +42,7 @@ class TokenDataset(InMemoryDataset):
         context: tokens per block.
         drop_last: leave out a last block that is not full, as training does. All samples then have the
             same number of labels, and no "weight".
-        file: a worker maps it anew, instead of getting a copy of the tokens.
+        file: a worker maps it again, instead of getting a copy of the tokens.
     """
 
     def __init__(self, tokens: Tensor, context: int, drop_last: bool, file: Path | None = None):
@@ -90,15 +90,15 @@ def load_tokens(
 
     Text of up to `MAX_BYTES_IN_MEMORY` is tokenised as a whole, in memory, at each start. Larger text is tokenised
     once, in pieces, and the tokens stay in a file. A text file is cut at line ends, into pieces of 100 kB. A data set
-    is tokenised row by row, with a newline between rows. Raises UsageError for no data, what is not text, or too little
-    for a block.
+    is tokenised row by row, with a newline between rows. Raises UsageError for no data, for anything but text, or for
+    less than a block.
 
     Args:
         data: "stdlib" (the first megabyte of the source code of Python's standard library); a text file, or a
             folder of .txt, .md and .py files; or what `load_tables` takes, with a text column.
         tokenizer: a tokenizer of transformers.
         context: tokens per block.
-        max_samples: read only so many rows of a data set, as a stream; see `load_tables`.
+        max_samples: read only this many rows of a data set, as a stream; see `load_tables`.
         flag: the recipe's name for `context`.
     """
     texts = texts_of(data, max_samples)
@@ -124,7 +124,7 @@ class Text:
     """A text to read in pieces."""
 
     name: str  # for messages
-    key: object  # another text has another one
+    key: object  # differs for each text
     num_bytes: int  # about
     pieces: Callable[[], Iterator[str]]  # gives strings that joined are the text; a large one is tokenised by piece
 
@@ -156,7 +156,7 @@ def _text_files(data: str) -> list[list[Place]] | None:
     if tables := [name for ending, name in found.items() if ending in TABLES]:
         if ".txt" in found:
             raise UsageError(f"--data {data} holds {found['.txt']} and {tables[0]}: use the path of one")
-        return None  # .md and .py files beside tables are about them
+        return None  # .md and .py files next to tables are about them
     return [*files_of_folder(data, path, TEXTS, ADVICE).values()][:2]
 
 
@@ -213,7 +213,7 @@ def _batches(pieces: Iterator[str]) -> Iterator[list[str]]:
 
 
 def map_tokens(file: Path) -> Tensor:
-    """The tokens in a file, whose name ends with their type. What is written to them stays in memory."""
+    """The tokens in a file, whose name ends with their type. Changes to them stay in memory."""
     kind: torch.dtype = getattr(torch, file.suffix[1:])
     size = file.stat().st_size // kind.itemsize
     return torch.from_file(str(file), size=size, dtype=kind) if size else torch.empty(0, dtype=kind)

@@ -25,7 +25,7 @@ class Translations(ListDataset):
     Args:
         pairs: of texts.
         tokenizer: of transformers.
-        model: says which token begins a text to write.
+        model: its config tells which token begins a text to write.
         prefix: text before each source.
         max_length, max_target_length: tokens beyond these numbers are left out.
     """
@@ -43,8 +43,8 @@ class Translations(ListDataset):
 
 
 def load_translations(data: str, source: str, target: str, embedded: Callable[[], Pairs]) -> tuple[Pairs, Pairs]:
-    """(training pairs, evaluation pairs) of a text and what becomes of it. If the source has only one part, one pair in
-    ten is held out. Raises UsageError for no data, no such column, or fewer than two pairs.
+    """(training pairs, evaluation pairs) of a text and its translation or summary. If the source has only one part, one
+    pair in ten is held out. Raises UsageError for no data, no such column, or fewer than two pairs.
 
     Args:
         data: "dates", for what `embedded` gives; or what `load_tables` takes.

@@ -17,14 +17,14 @@ from ...files import check_is_pulled
 # How to turn an image with orientation tag 2, 3, ...; 1 is upright.
 TURNS = "FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90"
 BITS, PHOTOMETRIC = 258, 262  # tags of TIFF
-FRAMES, LEVELS = range(2)  # what an `Opener` says once
+FRAMES, LEVELS = range(2)  # lines that an `Opener` prints once
 
 
 class Opener:
     """Opens images.
 
     An image is what a viewer shows: upright, in 8 bits, on white where it is transparent, the first frame of several.
-    It says once, in all DataLoader workers, what it does with animations and with numbers whose white is undefined.
+    It prints once, over all DataLoader workers, what it does with animations and with numbers whose white is undefined.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Opener:
             self.said.share_memory_()
 
     def __call__(self, file: Any, name: str) -> Image.Image:
-        """An image in mode L or RGB, of a path, an image, bytes, or a dict with them. `name`: for messages."""
+        """An image in mode L or RGB, from a path, an image, bytes, or a dict with them. `name`: for messages."""
         if isinstance(file, dict):
             file = file.get("bytes") or file.get("path")
         try:
@@ -78,8 +78,8 @@ class Opener:
         white = {"I": 65535, "F": 1}.get(image.mode) or 2 ** tags.get(BITS, (16,))[0] - 1
         if not (values.min() >= 0 and values.max() <= white):  # also NaN
             raise UsageError(
-                f"{name} has numbers from {values.min():g} to {values.max():g} for its brightness, and nobody defines "
-                f"which one is white: convert it to 8 or 16 bits (of numbers with 32 bits, 0 to {white} are read)"
+                f"{name} has numbers from {values.min():g} to {values.max():g} for its brightness, and no standard "
+                f"defines which is white: convert it to 8 or 16 bits (of numbers with 32 bits, 0 to {white} are read)"
             )
         says_white = image.mode.startswith("I;16") or raw == "I;16B" or (image.mode, image.format) == ("I", "PPM")
         if not says_white:

@@ -15,7 +15,7 @@ from ...data.facts import say, shorten
 from ...errors import UsageError
 
 NO_CLASS = "-1"  # in data sets of which a part has no classes
-MANY = 20  # classes, from which on each needs two samples
+MANY = 20  # classes: from this number on, each needs two samples
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def _number(name: str) -> Decimal | None:
 
 
 def with_same_classes(data: str, parts: Sequence[Labelled], what: str) -> list[Labelled]:
-    """The parts with the classes of all. Raises UsageError if about each sample has its own. `what`: text, image."""
+    """The parts with the classes of all. Raises UsageError if nearly every sample has its own. `what`: text, image."""
     used = {part.classes[one] for part in (parts[0], parts[-1]) for one in flatten(part.labels)}
     own, size = parts[0].classes, sum(len(part.labels) for part in parts)
     if len(used) > max(MANY, size / 2):
@@ -83,7 +83,7 @@ def with_same_classes(data: str, parts: Sequence[Labelled], what: str) -> list[L
 
 
 def say_odd_classes(data: str, parts: Sequence[Labelled], what: str) -> None:
-    """Says what may be a mistake: classes that training lacks, that look alike, or that stand for none."""
+    """Prints what may be a mistake: classes that training lacks, that look alike, or that may mean no class."""
     classes = parts[0].classes
     trained, evaluated = ({classes[one] for one in flatten(part.labels)} for part in (parts[0], parts[-1]))
     alike: dict[Any, list[str]] = {}
@@ -92,11 +92,10 @@ def say_odd_classes(data: str, parts: Sequence[Labelled], what: str) -> None:
         alike.setdefault(plain if (number := _number(plain)) is None else number, []).append(name)
     for line, found in {
         f"classes of the evaluation that no {what} for training has": [n for n in classes if n in evaluated - trained],
-        "classes that look alike, and are different ones here": [
+        "classes that look alike, but count as different ones": [
             " and ".join(map(ascii, names)) for names in alike.values() if len(names) > 1
         ],
-        "a class like the others here, though it may stand for no class": [NO_CLASS]
-        * (NO_CLASS in trained | evaluated),
+        "a class like any other here, although it may mean no class": [NO_CLASS] * (NO_CLASS in trained | evaluated),
     }.items():
         if found:
             say(f"--data {data}: {line}: {shorten(found)}")
@@ -127,7 +126,7 @@ def names_of(config: Any) -> list[str]:
 
 
 def config_of_classes(classes: list[str]) -> dict[str, Any]:
-    """What the config of a model of transformers says of these classes, for `from_pretrained`."""
+    """The entries for these classes in a transformers model's config, for `from_pretrained`."""
     names = {"id2label": dict(enumerate(classes)), "label2id": {name: number for number, name in enumerate(classes)}}
     problem = "single_label_classification" if len(classes) > 1 else None  # transformers refuses it for one output
     return names | {"problem_type": problem}  # the files may have another, which pipelines follow
@@ -154,7 +153,7 @@ def classes_of_model(name_or_path: str, classes: list[str]) -> tuple[list[str], 
         numbers = [*map(str, range(len(names)))]
         if not ({*classes} < {*numbers} and 2 * len(classes) > len(names)):
             return classes, False
-        say(f"the outputs of {name_or_path} have no names: they are taken for the classes 0 to {numbers[-1]}")
+        say(f"the outputs of {name_or_path} have no names: they are taken as the classes 0 to {numbers[-1]}")
         return numbers, False
     say(
         f"the head is new: that of {name_or_path} knows {shorten(names)}; the data has {shorten(classes)} (a head "
@@ -176,7 +175,7 @@ def with_classes(read: Callable[..., Any], name_or_path: str, classes: list[str]
 @torch.no_grad()
 def renew_head(model: Any) -> None:
     """Gives the layer with an output for each class random weights, as transformers does for a head of another size.
-    That of a detector has one more, for no object, and is not the layer of the boxes."""
+    A detector's layer has one more output, for no object; it is not the layer of the boxes."""
     rows = model.config.num_labels + hasattr(model.config, "bbox_cost")
     for name, weight in model.named_parameters():
         is_inside = name.startswith(f"{model.base_model_prefix}.") or "bbox" in name

@@ -16,7 +16,7 @@ from .rows import Row, Table, table_of, text_of_cell
 from .sources import SPLITS, LeftOut, is_saved, load_tables, walk
 from .text_files import local_path
 
-# A folder with one of these whole names is a part of the data, if all its siblings are, too; the first that is there.
+# A folder with exactly one of these names is a part of the data, if all its siblings are; the first that exists counts.
 TRAIN, EVALUATION = SPLITS["train"], SPLITS["test"] + SPLITS["validation"]
 LABELS = "label", "labels", "fine_label"  # columns that may hold the class
 METADATA, FILE_NAME = ("metadata.csv", "metadata.jsonl"), "file_name"  # the Hub's form of a folder of images
@@ -66,7 +66,7 @@ def load_image_splits(data: str, advice: str, max_samples: int | None = None) ->
         data: a folder with a sub-folder for each class, perhaps below "train" and "test"; one with parquet files; or a
             Hub id.
         advice: end of a message: what to type instead.
-        max_samples: so many images of each part: the first ones of tables, a random choice of files.
+        max_samples: this many images of each part: the first ones of tables, a random choice of files.
     """
     path = local_path(data)
     if path.is_file() and path.suffix.lower() != ".parquet":
@@ -136,7 +136,7 @@ def read_folder(data: str, folder: Path, advice: str, kind: Media) -> list[Files
     if others := sorted({*found} - {*files}):
         left_out[f"no {kind.name}s by their names"] = others
     if any(file.lower().endswith(".parquet") for file in others):
-        return []  # whoever reads these counts what is beside them
+        return []  # their reader counts the other files
     if not files:
         facts = f" ({_counts(left_out)})" if left_out else ""
         raise UsageError(f"--data {data}: no data there{facts}; {kind.form}, or parquet files; {advice}")
@@ -169,7 +169,7 @@ def _parts(data: str, folder: Path, files: list[str], left_out: LeftOut, kind: M
         if others and train and evaluation and all(tops[top] for top in (*train, *evaluation)):
             raise UsageError(
                 f"--data {data}: {train[0]} and {evaluation[0]} hold folders with {kind.name}s, as parts of a data set "
-                f"do, but {others[0]} is beside them: move it away"
+                f"do, but {others[0]} is next to them: move it away"
             )
         return [""]
     if not train:

@@ -22,7 +22,7 @@ from ...errors import UsageError, first_line
 from ..streams import cache_folder, rows_on_disk
 from .text_files import Place, ending_of, open_text, packing_of
 
-VERSION = 3  # of the rows on disk: another number makes them anew
+VERSION = 3  # of the rows on disk: a new number makes new ones
 MAX_BYTES_IN_MEMORY = 16_000_000  # the rows of larger files stay on disk
 UNPACKED = 8  # times the size of a packed file, about
 ROWS_PER_READ = 1000  # of a large file
@@ -58,7 +58,7 @@ class Table:
     name: str  # of the source, for messages
     column_names: list[str]  # of all rows
     rows: Any  # a list of rows, in which cells may be missing; or what reads them, as a `datasets.Dataset` does
-    key: object  # another table has another one
+    key: object  # differs for each table
     num_bytes: int  # about
     kinds: dict[str, Any]  # {column: its type in `datasets`} of a file that has types
 
@@ -93,7 +93,7 @@ class Table:
             yield from (f"{column}.{key}" for key in cell) if texts and cell else [column]
 
     def has_classes(self, *columns: str | None) -> bool:
-        """Whether a cell of a column says something: not empty, -1 or -100, which stand for no class, or their list."""
+        """Whether any cell of a column has a class: not empty, not -1 or -100 (no class), nor a list of only these."""
         found = [each for each in columns if each and {each, each.partition(".")[0]} & {*self.column_names}]
         cells = (cell if isinstance(cell, list) else [cell] for each in found for cell in self.values(each))
         nothing = {"", "[]", "-1", "-1.0", "-100"}
@@ -175,7 +175,7 @@ def holds_images(kind: Any) -> bool:
 
 
 def rows_with_text(table: Table, *columns: str, beside: Sequence[Any] | None = None) -> list[tuple[Any, ...]]:
-    """The texts in these columns of each row, and what stands `beside` it. A line counts rows without, left out."""
+    """The texts in these columns of each row, and its value of `beside`. Rows without text are left out and counted."""
     rows = list(zip(*map(table.texts, columns)))
     empty = {number for number, row in enumerate(rows) if not all(text and text.strip() for text in row)}
     if empty:
@@ -189,7 +189,7 @@ def rows_with_text(table: Table, *columns: str, beside: Sequence[Any] | None = N
 
 def text_of_cell(value: Any, kind: Any = None) -> str | None:  # noqa: PLR0911 - one for each type
     """The text of a cell; None if it has none. `kind` is the type of its column in `datasets`, if it has one. Raises
-    UsageError if the cell holds a list, a dict or bytes that are no text."""
+    UsageError if the cell holds a list, a dict or bytes that are not text."""
     if value is not None and hasattr(kind, "int2str"):  # a class that has a name and a number
         value = kind.encode_example(value)
         value = None if value == NO_CLASS else kind.int2str(value)
@@ -269,7 +269,7 @@ def _csv_rows(place: Place, text: TextIO) -> Iterator[Row]:
     try:
         header = next(lines, [])
         if twice := [name for name, number in Counter(header).items() if number > 1 and name]:
-            raise UsageError(f"{place} has several columns of the name {twice[0]}: give each a name of its own")
+            raise UsageError(f"{place} has several columns of the name {twice[0]}: give each its own name")
         for number, cells in enumerate(filter(None, lines), start=1):
             if len(cells) > len(header):
                 raise UsageError(
@@ -346,7 +346,7 @@ def _items(text: str) -> Iterator[str]:
 
 
 def _after_gap(text: str, start: int) -> int:
-    """The place of the first character from `start` on that is no white space."""
+    """The place of the first character from `start` on that is not white space."""
     found = SOLID.search(text, start)
     return len(text) if found is None else found.start()
 

@@ -32,7 +32,7 @@ SPLITS = {
     "test": ("test", "testing", "eval", "evaluation"),
     "validation": ("validation", "valid", "val", "dev"),
 }
-HELD_OUT = 10  # one sample in so many is for evaluation, if the source has no evaluation part
+HELD_OUT = 10  # one sample in this many is for evaluation, if the source has no evaluation part
 SHARD = re.compile(r"-\d{5,}-of-\d{5,}$")  # of a split in several files: train-00000-of-00003.parquet
 OUTPUT = ("run.json", "metrics.jsonl", "predictions.jsonl", "model", "best", "checkpoints", "previous")  # of a run
 # Files of the Hub, and of `datasets`, about data.
@@ -54,7 +54,7 @@ def sklearn_file(name: str) -> Path:
 
 
 def hold_out(num_samples: int, one_in: int = HELD_OUT) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids of the rest, ids of the held-out samples, one in so many): a random order that is the same in each run."""
+    """(ids of the rest, ids of the held-out samples, one in `one_in`): a random order, the same in each run."""
     order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(0))
     num_held_out = max(1, num_samples // one_in)
     return order[num_held_out:], order[:num_held_out]
@@ -78,7 +78,7 @@ def load_tables(
         data: a .csv, .tsv, .json, .jsonl or .parquet file, perhaps packed; a folder of such files, or that
             `save_to_disk` of `datasets` wrote; or a Hub id.
         advice: end of the error message: what to type instead.
-        max_samples: read so many rows of each split, without downloading the rest.
+        max_samples: read at most this many rows of each split, without downloading the rest.
         is_labelled: whether a split can be evaluated: the first of test and validation is taken that can.
     """
     files, kinds = table_files(data, advice)
@@ -166,7 +166,7 @@ def table_files(data: str, advice: str) -> tuple[Files, dict[str, Any]]:
         return _find_files(data, str(path), advice)
     if path.is_file():
         if ending_of(path) not in TABLES:
-            raise UsageError(f"--data {data}: its name ends with none of {', '.join(TABLES)}; {advice}")
+            raise UsageError(f"--data {data}: its name must end with one of {', '.join(TABLES)}; {advice}")
         return {"train": [path.absolute()]}, {}
     if os.path.lexists(path):
         raise UsageError(f"--data {data} is not a file or folder that can be read; {advice}")
@@ -178,12 +178,12 @@ def table_files(data: str, advice: str) -> tuple[Files, dict[str, Any]]:
 def files_of_folder(data: str, folder: Path, kinds: dict[str, str], advice: str) -> Files:
     """The files of one kind in a folder, by splits, and a line about those that are not read.
 
-    A file belongs to a split if its whole name, or that of a folder on its way, is that of the split. Raises UsageError
+    A file belongs to a split if its whole name, or the name of a folder on its path, is the split's. Raises UsageError
     for no such files, several kinds of them, or one file twice.
 
     Args:
         data: of `--data`, for messages.
-        folder: where they lie.
+        folder: where they are.
         kinds: {ending of a file's name: its kind}.
         advice: end of the error message.
     """
@@ -262,11 +262,11 @@ def _why_not(entry: os.DirEntry[str]) -> str:
     is_output = entry.name in OUTPUT
     if (is_output or entry.is_dir()) and "command" in read_card(path.parent if is_output else path):
         return "output of runs"
-    return "" if entry.is_dir() or entry.is_file() else "no ordinary files"  # such as a pipe, which would be waited for
+    return "" if entry.is_dir() or entry.is_file() else "no ordinary files"  # such as a pipe, where a read would wait
 
 
 def split_of(path: Path) -> str | None:
-    """The split that a file belongs to: its name, or that of a folder on its way, is the name of the split."""
+    """The split that a file belongs to: its name, or the name of a folder on its path, is the split's name."""
     for word in (SHARD.sub("", strip_packing(path).stem), *reversed(path.parts[:-1])):
         for split, names in SPLITS.items():
             if word.lower() in names:
@@ -276,7 +276,7 @@ def split_of(path: Path) -> str | None:
 
 def _has_card(folder: Path) -> bool:
     """Whether a folder has a card of the Hub that says which files belong to which split."""
-    with suppress(OSError, ValueError, YAMLError):  # there is none, or one that is no card
+    with suppress(OSError, ValueError, YAMLError):  # there is none, or it is not a card
         return "configs" in (metadata_load(folder / "README.md") or {})
     return False
 
@@ -298,7 +298,7 @@ def _find_files(data: str, name: str, advice: str) -> tuple[Files, dict[str, Any
 
 
 def check_not_streamed(data: str, max_samples: int | None) -> None:
-    """Raises UsageError if data that are no rows of a table are to be read as a stream."""
+    """Raises UsageError if data that are not rows of a table are to be read as a stream."""
     if max_samples is not None:
         raise UsageError(f"--max_samples reads rows of a file or of the Hub, and --data {data} has none: remove it")
 
@@ -313,7 +313,7 @@ def names_of_splits(data: str, splits: Iterable[str]) -> list[str]:
 
 @contextmanager
 def _errors_in_one_line(data: str, advice: str) -> Iterator[None]:
-    """Makes one UsageError of what `datasets` raises and logs."""
+    """Turns what `datasets` raises and logs into one UsageError."""
     import datasets
 
     datasets.disable_progress_bars()

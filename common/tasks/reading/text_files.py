@@ -27,12 +27,12 @@ MARKS = {
 
 
 def local_path(data: str, folder: Path = Path()) -> Path:
-    """The path that a user typed, which may begin at a folder: as it stands, or with ~ for the home folder if there is
+    """The path that a user typed, which may begin at a folder: unchanged, or with ~ for the home folder if there is
     no such file. Raises UsageError for a name that no file can have."""
     path = folder / data
     try:
         return path if path.exists() else folder / Path(data).expanduser()
-    except RuntimeError:  # the home of nobody
+    except RuntimeError:  # the home of an unknown user
         return path
     except OSError as error:
         raise UsageError(f"{data[:80]} cannot be read: {error.strerror}") from None
@@ -82,7 +82,7 @@ def open_bytes(place: Place) -> Iterator[io.BufferedReader]:
 @contextmanager
 def open_text(place: Place, newline: str | None, says_encoding: bool = True) -> Iterator[io.TextIOWrapper]:
     """The text of a file in UTF-8, or in UTF-16 or UTF-32 if it begins with their mark, which a line says. `newline` is
-    as in `open`. Raises UsageError, also from the body of `with`, if the file cannot be read or is no text."""
+    as in `open`. Raises UsageError, also from the body of `with`, if the file cannot be read or is not text."""
     with open_bytes(place) as file:
         start = file.peek(4)[:4]
         if start in (b"PK\x03\x04", b"\xd0\xcf\x11\xe0"):

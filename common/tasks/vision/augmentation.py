@@ -37,7 +37,7 @@ class AugmentationFlags(VaryingFlags):
 
 def variation(width: int, height: int, flags: VaryingFlags | None) -> tuple[Box, bool, Factors]:
     """(a random part of an image, whether it is mirrored, factors of its colours). None: the whole, as it is. The part
-    has the share of the flag of its area or more, of 3:4 to 4:3 of its proportions (Szegedy et al. 2015)."""
+    has at least the flag's share of the area, and 3:4 to 4:3 of the proportions (Szegedy et al. 2015)."""
     whole: Box = (0, 0, width, height)
     if flags is None:
         return whole, False, UNCHANGED

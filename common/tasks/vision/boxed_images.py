@@ -23,7 +23,7 @@ from .augmentation import VaryingFlags, variation
 from .cropped_images import Preprocessing, resize
 
 ADVICE = "use --data digits for the embedded images, or the path of a folder"
-CATEGORIES = "category", "categories", "category_id", "label"  # what the class of an object may be called
+CATEGORIES = "category", "categories", "category_id", "label"  # possible names of an object's class
 PADDING = -1  # in the place of a class
 
 Object = tuple[str, list[float], bool]  # (class, [left, top, width, height] in pixels, whether it is a crowd)
@@ -63,7 +63,7 @@ class BoxedImages(Dataset):
         corners = torch.stack([boxes[:, 0], boxes.sum(1)], 1).clamp(min=0).minimum(size)
         if (corners[:, 0] >= corners[:, 1]).any():
             name = f"{self.source.images.name(row)} has {image.width} x {image.height} pixels"
-            raise UsageError(f"{name}, and a box is outside: expected left, top, width and height in pixels")
+            raise UsageError(f"{name}, but a box is outside: expected left, top, width and height in pixels")
         stays = ((corners.mean(1) > start) & (corners.mean(1) < end)).all(1)  # by their centres, as in Liu et al. 2016
         corners = ((corners[stays] - start) / (end - start)).clamp(0, 1)
         if is_mirrored:
@@ -83,10 +83,10 @@ def load_boxed_images(data: str, image_column: str, objects_column: str) -> tupl
     """Loads images with boxes, for training and for evaluation; one in five is held out if the source has one part.
 
     Args:
-        data: COCO's JSON, or a folder with one for each part, beside or above the images; a folder of images with a
+        data: COCO's JSON, or a folder with one for each part, next to or above the images; a folder of images with a
             metadata.jsonl, perhaps below "train" and "test"; parquet files; or a Hub id.
         image_column, objects_column: names of the columns with the images, and with the "bbox" and "category" of each
-            object. Raises UsageError for no data, no boxes, a missing image, or an object that is none.
+            object. Raises UsageError for no data, no boxes, a missing image, or an invalid object.
     """
     path, parts = local_path(data), list[Any]()
     if path.is_dir() and not is_saved(path):
@@ -190,7 +190,7 @@ def _objects_in(cell: Any, names: dict[Any, str] | None, image: str) -> list[Obj
                 raise ValueError
             objects.append((label, [*map(float, box)], bool(row.get("iscrowd"))))
         return objects
-    except Exception:  # of any kind: there may be anything
+    except Exception:  # any error: the cell may hold anything
         raise UsageError(
             f"{image}: an object is {printable(str(row)[:90])}: expected a bbox of left, top, width and height in "
             "pixels, and a known category"

@@ -57,7 +57,7 @@ class Preprocessing:
     @silent()
     def write(self, folder: Path, processor: str = "ViTImageProcessor") -> None:
         """Writes the settings for transformers' pipelines into the folder of an exported model: with the middle square
-        of an image; or, for the `processor` of another task, with all of it, squeezed into a square."""
+        of an image; or, for the `processor` of another task, with the whole image, squeezed into a square."""
         import transformers
 
         sizes: dict[str, Any] = {"size": {"height": self.size, "width": self.size}, "do_pad": False}
@@ -72,18 +72,18 @@ class CroppedImages(Dataset):
     """Samples {"image": float32 of shape (3, size, size), normalised; "label": int}.
 
     The label of images with several classes is a float32 tensor of shape (classes,), 1 for each of them. A mixed image
-    also has "other_label", and "share", that of the first label. With weights of classes, a sample has a "weight"."""
+    also has "other_label", and "share", the first label's. With weights of classes, a sample has a "weight"."""
 
     source: Labelled  # the images
     form: Preprocessing  # what the model expects
-    augmentation: AugmentationFlags | None = None  # how each image varies; None: its middle stands for it
+    augmentation: AugmentationFlags | None = None  # how each image varies; None: its middle is used
     weights: list[float] | None = None  # of the classes
 
     def __len__(self) -> int:
         return len(self.source.labels)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        # Random numbers belong to the seed, the epoch and the sample here: no config changes them.
+        # Random numbers depend only on the seed, the epoch and the sample here: they are the same under each config.
         image, augmentation, label = self._read(index), self.augmentation, self.source.target(index)
         if augmentation is None:
             return {"image": resize(image, self.form, middle(*image.size)), "label": label}
@@ -124,7 +124,7 @@ def load_labelled_images(data: str, max_samples: int | None = None) -> tuple[Lab
     Args:
         data: "shapes" (drawn ones); a folder with a sub-folder for each class, perhaps below "train" and "test"; a
             folder with parquet files; or a Hub id.
-        max_samples: read so many images of each part as a stream.
+        max_samples: read at most this many images of each part, as a stream.
     """
     if data == "shapes":
         check_not_streamed(data, max_samples)

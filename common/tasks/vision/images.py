@@ -1,4 +1,4 @@
-"""Images of one size: embedded, in files, or on the Hub; and what an image classifier must know beside its weights."""
+"""Images of one size: embedded, in files, or on the Hub; and what an image classifier needs besides its weights."""
 
 import gzip
 import json
@@ -37,7 +37,7 @@ class ImageDataset(InMemoryDataset):
     Args:
         images: uint8 of shape (n, channels, height, width).
         labels: int64 of shape (n,), 0 to num_classes - 1.
-        classes: their names, if they have other names than these numbers.
+        classes: their names, if these are not the numbers.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ def load_images(data: str, max_samples: int | None = None) -> tuple[ImageDataset
         data: "digits" (scikit-learn's 1,797 handwritten digits of 8 x 8); a folder with the four
             MNIST IDX files, gzipped or not, or with parquet files in the Hub's layout; or a Hub id,
             for example "ylecun/mnist".
-        max_samples: read only so many images of each split, as a stream; see `load_tables`.
+        max_samples: read only this many images of each split, as a stream; see `load_tables`.
     """
     folder = local_path(data)
     places = [place for place in (folder, folder / "MNIST" / "raw") if any(place.glob("*-idx?-ubyte*"))]
@@ -210,7 +210,7 @@ class ImageFormat:
 
 def read_image(path: str | Path, form: ImageFormat) -> torch.Tensor:
     """An image in the shape of the training images: float32 (channels, height, width) in [0, 1], scaled and cropped
-    around the middle. Dark on light becomes light on dark if they are so, or the reverse. Raises UsageError."""
+    around the middle. Dark on light becomes light on dark if the training images are so. Raises UsageError."""
     channels, height, width = form.image_shape
     image = Opener()(str(local_path(str(path))), str(path)).convert("L" if channels == 1 else "RGB")
     if image.size != (width, height):

@@ -21,8 +21,8 @@ from ..reading.text_files import local_path
 from .augmentation import VaryingFlags, variation
 from .cropped_images import Preprocessing, resize
 
-IGNORED = -100  # the class of pixels that do not count, as in losses of torch
-MOST = 1000  # classes: more are none
+IGNORED = -100  # the class of pixels that do not count, as in torch's losses
+MOST = 1000  # classes; more cannot be classes
 ADVICE = "use --data digits for the embedded images, or the path of a folder"
 
 
@@ -97,9 +97,9 @@ def load_masked_images(
     Raises UsageError for no data, no masks, or fewer than two classes.
 
     Args:
-        data: a folder with the folders images and masks, whose files have the same names but for their endings, perhaps
+        data: a folder with the folders images and masks, whose files have the same names up to their endings, perhaps
             below or above "train" and "test"; parquet files; or a Hub id.
-        image_column, mask_column: names of the columns; or of the folders, without s.
+        image_column, mask_column: names of the columns; or of the folders, without their s.
         ignored: number in the masks of pixels that do not count.
         class_names: path of a JSON file with {number in the masks: name}. None: the numbers that the masks have.
     """
@@ -117,8 +117,8 @@ def load_masked_images(
     classes = {number: name for number, name in sorted(classes.items()) if number != ignored}
     if not 1 < len(classes) < MOST:
         raise UsageError(
-            f"--data {data}: the masks have {len(classes):,} classes beside --ignored_class {ignored}: expected two or "
-            "more (--ignored_class -1 ignores none)"
+            f"--data {data}: the masks have {len(classes):,} classes besides --ignored_class {ignored}: expected two "
+            "or more (--ignored_class -1 ignores none)"
         )
     images = [ImageFiles(data, files) for files, _ in parts]
     sets = [Masked(*both, classes, range(len(both[1]))) for both in zip(images, masks)]
