@@ -323,7 +323,9 @@ def test_a_checkpoint_of_a_pipeline_resumes_under_another_config(tmp_path: Path)
 @pytest.mark.full
 def test_pretrained_model_is_fine_tuned(tmp_path: Path, reference: Callable[..., Run]) -> None:
     pretrained = reference(*RECIPES["transformer"]).output_dir / "model"
-    flags = f"{SHORT} --max_length 32 --num_answers 2 --model_name_or_path {pretrained}"
+    turns = [[{"role": "user", "content": str(row % 10)}, {"role": "assistant", "content": "b"}] for row in range(40)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"messages": each}) for each in turns))
+    flags = f"{SHORT} --data {tmp_path}/chats.jsonl --max_length 32 --num_answers 2 --model_name_or_path {pretrained}"
     run = fork(tmp_path / "run", "ddp", FINETUNE, flags)
     assert "it gets a plain one" in run.stdout and "of 2 held-out answers are right" in run.stdout
 
