@@ -7,7 +7,7 @@ export PATH := $(BIN):$(PATH)
 # Images of containers often set it, and then each process compiles torch and the other packages again, for seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train quick quick-tests test test-full test-large ready extensions test-gpu gpu-lease benchmark-gpu gallery verified upgrades docs lint clean
+.PHONY: train quick quick-tests test test-full test-large ready extension test-gpu gpu-lease benchmark-gpu gallery verified upgrades docs lint clean
 
 # Runs on the CPU, so that two processes fit on every machine.
 train: $(VENV)/trains
@@ -36,10 +36,10 @@ test-large: ready
 
 # DeepSpeed's extension compiles while lint runs, so that no test waits for it.
 ready: $(VENV)/installed
-	$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint extensions
+	$(MAKE) --no-print-directory --jobs 2 --output-sync=target lint extension
 
-extensions: $(VENV)/installed
-	python -c 'from accelerate_recipes.common.parallel.extensions import load_extensions; load_extensions(["deepspeed_shm_comm"])'
+extension: $(VENV)/installed
+	python -c 'from accelerate_recipes.common.parallel.extensions import load_extension; load_extension()'
 
 # One GPU, with the packages of the current environment: a machine with a GPU often has torch installed already. PART=1
 # and PART=2 are halves for a machine that is lent for ten minutes. Each outcome is a line of the report at once.

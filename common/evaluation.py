@@ -162,8 +162,7 @@ def evaluate_set(
     Every process runs the same number of forward passes, because the processes of a sharded model wait for each other.
     The last passes are padded with samples that are not counted. `poll` is called before each pass, and must return the
     same in all processes. The means come from the values of all samples in their order, so that no layout changes them.
-    If the values are kept, integers, such as class ids, have no mean. With a `batch_loss`, the means are those of its
-    metrics."""
+    If the values are kept, integers, such as class ids, have no mean. A `batch_loss` has its own metrics."""
     plan, batch_loss, device = engine.plan, engine.batch_loss, engine.accelerator.device
     size, num_samples = plan.micro_batch_size, len(eval_set)
     num_passes = -(-num_samples // (size * plan.layout.data_parallel_size))

@@ -85,8 +85,8 @@ def other_flags(plan: Plan, content: dict[str, Any]) -> list[tuple[str, str, str
 
 
 def curve(plan: Plan) -> str:
-    """A digest of the learning-rate schedule, at the same steps for runs of any length: a constant one, for example,
-    is the same curve in a longer run."""
+    """A digest of the learning-rate schedule at steps that do not depend on the length: a constant one has one
+    digest."""
     steps = [*range(16), *(2**power for power in range(4, 24))]
     if plan.schedule is not None:  # one of the recipe's own may end with the run
         steps = [min(step, plan.num_steps - 1) for step in steps]

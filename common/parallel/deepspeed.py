@@ -25,7 +25,7 @@ from ..plan import Plan
 from ..step.setup import Setup, compile_if_asked, float32_outputs, say_what_is_cast
 from ..weights.on_disk import materialize
 from .deepspeed_engine import DeepSpeedEngine
-from .extensions import load_extensions
+from .extensions import load_extension
 from .strategy import Division, Strategy
 
 
@@ -165,7 +165,7 @@ class DeepSpeed(Strategy):
     def rehearse(self, layout: Layout, timeout: timedelta) -> None:
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
         with contextlib.redirect_stdout(io.StringIO()):  # hides "... built successfully" of every process
-            load_extensions(["deepspeed_shm_comm"])
+            load_extension()
             PartialState(backend="gloo", timeout=timeout)
 
     def after_start(self) -> None:
@@ -222,8 +222,7 @@ def configure(accelerator: Accelerator, model: nn.Module, plan: Plan) -> None:
         zero.setdefault(bucket, bucket_size)
     accelerator.gradient_accumulation_steps = plan.accumulation
     # Otherwise Accelerate replaces Adam under offload with DeepSpeed's: as fast as torch's fused kernel, less accurate.
-    if section.setdefault("zero_force_ds_cpu_optimizer", False) and offloads(plan.layout.environment):
-        load_extensions(["cpu_adam"])
+    section.setdefault("zero_force_ds_cpu_optimizer", False)
 
 
 def _fills(key: str, model: nn.Module) -> bool:

@@ -15,7 +15,7 @@ import torch
 from filelock import FileLock
 
 BUILDING = "building_"
-BUILDERS = {"deepspeed_shm_comm": "ShareMemCommBuilder", "cpu_adam": "CPUAdamBuilder"}
+NAME = "deepspeed_shm_comm"  # collectives of the processes of one machine, on its CPU
 
 
 def extensions_folder() -> Path:
@@ -32,12 +32,11 @@ def extensions_folder() -> Path:
     return root if root.name == name else root / name
 
 
-def load_extensions(names: list[str]) -> None:
-    """Loads extensions, keys of `BUILDERS`, for DeepSpeed; compiles them first if necessary.
+def load_extension() -> None:
+    """Loads the extension that DeepSpeed needs on a CPU; compiles it first if necessary.
 
     torch marks a running build with a file. If the process is killed, the file stays, and all later builds wait
-    forever; its compilers continue, and write into the files of the next build. Here each build has its own folder,
-    which gets its name when it is complete. One process at a time builds, under a lock that ends with the process.
+    forever. Here each build has its own folder, which gets its name when it is complete, under a lock.
     """
     from deepspeed.accelerator import get_accelerator
     from torch.utils.cpp_extension import _import_module_from_library
@@ -46,20 +45,19 @@ def load_extensions(names: list[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)  # of those that DeepSpeed loads itself, too
     with FileLock(folder / "accelerate_recipes.lock"):
-        for name in names:
-            builder = get_accelerator().create_op_builder(BUILDERS[name])
-            if (folder / name / f"{name}.so").exists():
-                # Without the builder, which would probe compiler and processor again: 5 s for cpu_adam.
-                builder._loaded_ops[name] = _import_module_from_library(name, str(folder / name), True)
-                continue
-            print("compiling a DeepSpeed extension once (about a minute)", file=sys.stderr, flush=True)
-            for left in folder.glob(f"{BUILDING}*"):  # by a process that was killed
-                shutil.rmtree(left, ignore_errors=True)
-            os.environ["TORCH_EXTENSIONS_DIR"] = building = tempfile.mkdtemp(prefix=BUILDING, dir=folder)
-            try:
-                builder.load(verbose=False)
-            finally:
-                os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
-            shutil.rmtree(folder / name, ignore_errors=True)
-            Path(building, name).rename(folder / name)
-            Path(building).rmdir()
+        builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
+        if (folder / NAME / f"{NAME}.so").exists():
+            # Without the builder, which would probe compiler and processor again, for seconds.
+            builder._loaded_ops[NAME] = _import_module_from_library(NAME, str(folder / NAME), True)
+            return
+        print("compiling a DeepSpeed extension once (about a minute)", file=sys.stderr, flush=True)
+        for left in folder.glob(f"{BUILDING}*"):  # by a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        os.environ["TORCH_EXTENSIONS_DIR"] = building = tempfile.mkdtemp(prefix=BUILDING, dir=folder)
+        try:
+            builder.load(verbose=False)
+        finally:
+            os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
+        shutil.rmtree(folder / NAME, ignore_errors=True)
+        Path(building, NAME).rename(folder / NAME)
+        Path(building).rmdir()

@@ -81,9 +81,9 @@ class Operations(OperationTrace):
 
 def watched(engine: Engine, styles: Mapping[str, str]) -> NumberedStep:
     """The `forward_step` of an engine; it raises UsageError if a pass draws random numbers or computes more between
-    divided layers than the first steps did. It watches the passes of steps whose result is read, the first one after
-    each step in an evaluation, and those of new shapes; in others only whether they draw. `styles`: of the plan that
-    divides the layers, if there is one."""
+    divided layers than the first steps did. It watches passes of steps whose result is read, the first one after each
+    step in an evaluation, and those of new shapes; others only for random numbers. `styles`: of the plan, if there is
+    one."""
     forward_step, plan, last = engine.forward_step, engine.plan, [(True, -1)]
     first = dict[bool, int]()  # {whether a pass has gradients: number of the first step with such a pass}
     known, seen, draws = {True: set[str](), False: set[str]()}, set[Any](), set[bool]()

@@ -129,10 +129,8 @@ class Watch:
             assert result.grad_norm is not None
             name, value = "grad_norm", float(result.grad_norm)
             where = f" (all losses are finite; the first sample of each process: {', '.join(map(str, first))})"
-        advice = "try a lower --learning_rate, or look at these samples"
-        if step == 1:
-            advice = "nothing is updated yet: look at these samples, and at the model's weights"
-        return f"{name} is {value} at step {step}{where}: {advice}"
+        advice = "try a lower --learning_rate" if step > 1 else "check the model's weights: no step has changed them"
+        return f"{name} is {value} at step {step}{where}: {advice}, or look at these samples"
 
 
 def advice_for(error: BaseException, plan: Plan) -> str | None:

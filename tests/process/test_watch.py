@@ -158,7 +158,7 @@ def test_first_step_that_is_not_finite_writes_nothing(tmp_path: Path) -> None:
     flags = "--log_every 1 --save_every 1 --eval_every 1 --fault nan"
     run = fork(tmp_path / "run", "ddp", DISTURBED, flags, succeeds=False)
     assert run.card["exit_code"] == 3 and run.records == [] and run.checkpoints == []
-    assert "nothing is updated yet: look at these samples, and at the model's weights" in run.stderr
+    assert "check the model's weights: no step has changed them, or look at these samples" in run.stderr
 
 
 def test_signal_saves_no_step_whose_gradient_nobody_looked_at(tmp_path: Path) -> None:

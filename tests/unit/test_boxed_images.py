@@ -127,6 +127,13 @@ def test_parquet(tmp_path: Path, form: str) -> None:
     assert samples(train)[0]["image"].shape == (3, 40, 40)
 
 
+def test_one_file_of_coco_is_all_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its name says; and from inside its folder."""
+    write(tmp_path, 10, table="annotations/instances_val2017.json", images="val2017")
+    monkeypatch.chdir(tmp_path / "annotations")
+    assert [len(part.rows) for part in load(Path("instances_val2017.json"))] == [8, 2]
+
+
 def test_a_part_without_boxes_is_no_evaluation(tmp_path: Path, capfd: Out) -> None:
     """As the test part of COCO."""
     for part, number in (("train", 5), ("valid", 3), ("test", 2)):

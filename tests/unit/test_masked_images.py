@@ -56,6 +56,18 @@ def test_folders_in_pairs(tmp_path: Path, capfd: Out, form: str) -> None:
     assert f"left out: 1 without image or mask, such as {'alone'}" in capfd.readouterr().out
 
 
+def test_files_beside_the_images(tmp_path: Path, capfd: Out) -> None:
+    """As labelme and Windows leave them."""
+    for row in range(5):
+        write(tmp_path / f"{row}.png", halves(0, 1))
+        (tmp_path / "images" / f"{row}.json").write_text("{}")
+    (tmp_path / "masks" / "Thumbs.db").write_bytes(b"1")
+    (tmp_path / "names.json").write_text('\ufeff{"0": "road", "1": "car"}', encoding="utf-8")
+    parts = load(tmp_path, names=str(tmp_path / "names.json"))
+    assert [len(part.rows) for part in parts] == [4, 1] and parts[0].images[0].size == (SIZE, SIZE)
+    assert "left out: 7 files that are no images by their names" in capfd.readouterr().out
+
+
 def test_a_part_without_masks_is_no_evaluation(tmp_path: Path, capfd: Out) -> None:
     for part, number in (("train", 5), ("val", 3), ("test", 2)):
         for row in range(number):
@@ -178,5 +190,5 @@ def test_wrong_masks(tmp_path: Path) -> None:
     (tmp_path / "empty" / "masks").mkdir(parents=True)
     write(tmp_path / "other" / "a.png", halves(1, 2))
     (tmp_path / "other" / "masks" / "a.png").rename(tmp_path / "other" / "masks" / "b.png")
-    with pytest.raises(UsageError, match="no images in a folder images with masks of their names in masks"):
+    with pytest.raises(UsageError, match=r"no images in folder image\(s\) with masks of their names in mask\(s\)"):
         load(tmp_path / "other")

@@ -138,12 +138,13 @@ def test_answers_in_each_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "1 of 6 questions have no answer" in output
 
 
-def test_squad_s_own_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("indent", [None, 2])
+def test_squad_s_own_file(tmp_path: Path, indent: int | None) -> None:
     asked = [{"question": "what ate", "id": "1", "answers": ROWS[1]["answers"], "is_impossible": False}]
     asked += [{"question": "what flew", "id": "2", "answers": [], "plausible_answers": [], "is_impossible": True}]
     articles = [{"title": "", "paragraphs": [{"context": text, "qas": asked} for text in (TEXT, TEXT + " Well.")]}]
     for split in ("train", "dev"):
-        (tmp_path / f"{split}.json").write_text(json.dumps({"version": "v2.0", "data": articles}))
+        (tmp_path / f"{split}.json").write_text(json.dumps({"version": "v2.0", "data": articles}, indent=indent))
     for part in load_questions(str(tmp_path)):
         assert [(one.text, list(one.answers)) for one in part] == 2 * [("what ate", [("dog", 32)]), ("what flew", [])]
 

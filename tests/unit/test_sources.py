@@ -78,9 +78,9 @@ FOLDERS = [
     (
         ["data/train-00000-of-00002.csv", "data/train-00001-of-00002.csv"],
         [["data/train-00000-of-00002.csv", "data/train-00001-of-00002.csv"]],
-        None,
+        "2 for train",
     ),
-    (["freight-train-0.csv", "my_test.csv", "a.csv"], [["a.csv", "freight-train-0.csv", "my_test.csv"]], None),
+    (["freight-train-0.csv", "my_test.csv", "a.csv"], [["a.csv", "freight-train-0.csv", "my_test.csv"]], "3 for train"),
     (["2023.csv", "2024.csv", "test.csv"], [["2023.csv", "2024.csv"], ["test.csv"]], "2 for train, 1 for test"),
     (
         ["train.csv", "test.csv", "valid.csv", "more.csv", "notes.txt"],
@@ -93,12 +93,12 @@ FOLDERS = [
 
 @pytest.mark.parametrize(("names", "expected", "line"), FOLDERS)
 def test_splits_are_whole_names(
-    tmp_path: Path, names: list[str], expected: list[list[str]], line: str | None, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, names: list[str], expected: list[list[str]], line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write(tmp_path / "set", *names)
     assert found(folder) == expected
     out = capsys.readouterr().out
-    assert out == ("" if line is None else f"files of --data {folder}, by their names: {line}\n")
+    assert out == f"files of --data {folder}, by their names: {line}\n"
 
 
 REFUSED = [

@@ -154,3 +154,17 @@ def test_entities_are_those_of_seqeval(scheme: str) -> None:
         as_they_are = [[[tag.replace("L-", "E-").replace("U-", "S-") for tag in row] for row in rows] for rows in words]
         assert ours["f1"] == pytest.approx(seqeval.f1_score(*as_they_are), abs=1e-9)
         assert ours["precision"] == pytest.approx(seqeval.precision_score(*as_they_are), abs=1e-9)
+
+
+@pytest.mark.parametrize("first", ["-DOCSTART-", "-DOCSTART- O", "-DOCSTART- -X- O O"])
+def test_a_first_line_without_words(tmp_path: Path, first: str) -> None:
+    file = tmp_path / "a.conll"
+    file.write_text(f"{first}\n\n" + "EU NNP B-NP B-ORG\nrejects VBZ B-VP O\n\n" * 10)
+    train, evaluation = load_tagged_words(str(file), "words", "tags", list)
+    assert (len(train.samples), len(evaluation.samples), train.classes) == (9, 1, ["B-ORG", "O"])
+
+
+def test_a_list_that_became_a_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("words,tags\n" + "\"['EU', 'is']\",\"['B-ORG', 'O']\"\n" * 10)
+    with pytest.raises(UsageError, match=r"a cell has a list as text, \['EU', 'is'\]: write the table as JSON lines"):
+        load_tagged_words(str(tmp_path / "a.csv"), "words", "tags", list)

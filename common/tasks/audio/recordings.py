@@ -17,8 +17,8 @@ from ...errors import UsageError, first_line
 from ...weights.on_disk import with_full_weights
 from ..reading.labelled import Labelled, say_odd_classes, with_same_classes
 from ..reading.labelled_images import ImageFiles, Media, read_folder
-from ..reading.sources import hold_out, is_saved, load_tables
-from ..reading.text_files import local_path
+from ..reading.sources import TABLES, hold_out, is_saved, load_tables, split_of
+from ..reading.text_files import ending_of, local_path
 
 ENDINGS = {".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aif", ".aiff", ".aifc", ".au"}
 TEXTS = "expected metadata.csv or metadata.jsonl with the column file_name and the one of --text_column"
@@ -153,9 +153,9 @@ def load_recordings(
     """
     path, what, declared = local_path(data).absolute(), "text" if clean else "class", list[str]()
     folder, columns, parts = path.parent if path.is_file() else path, list[Any](), list[Labelled]()
-    if path.is_dir() and not is_saved(path):
-        has = (CLASSES, "classes") if clean is None else (TEXTS, "texts")
-        kind = Media("recording", ENDINGS, (target_column,), *has)
+    tables = [each.name for each in path.iterdir() if ending_of(each) in TABLES] if path.is_dir() else []
+    if path.is_dir() and not is_saved(path) and not any(split_of(Path(name)) for name in tables):
+        kind = Media("recording", ENDINGS, (target_column,), *((TEXTS, "texts") if clean else (CLASSES, "classes")))
         columns = [[*map(list, zip(*files))] for files in read_folder(data, path, ADVICE, kind)]
     for table in [] if columns else load_tables(data, ADVICE, None, lambda table: table.has_classes(target_column)):
         table.check_columns({"--audio_column": audio_column, f"--{what}_column": target_column})

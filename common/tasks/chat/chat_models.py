@@ -54,9 +54,9 @@ def load_chat_model(
     small: Callable[[int, str], tuple[PreTrainedModel, Any]],
     kind: Any = AutoModelForCausalLM,
 ) -> tuple[PreTrainedModel, Any]:
-    """(the pretrained model of the flags, of a kind as in `load_pretrained`, or a small one from scratch, made by
-    `small` from `--max_length` and `--attention`; its tokenizer or processor, with a template). Raises UsageError for
-    flags or a path that cannot be used."""
+    """(the pretrained model of the flags, of a kind as in `load_pretrained`, or a small one that `small` makes from
+    `--max_length` and `--attention`; its tokenizer or processor, with a template). Raises UsageError for wrong
+    flags."""
     limits = config.max_length, config.attention
     if (path := base_of(config, config.merge)) is None:
         model, tokenizer = small(*limits)

@@ -10,7 +10,7 @@ from ...data.facts import count_by_class, say
 from ...errors import UsageError
 from ..models.tokenization import rows_with_tokens
 from ..reading.labelled import Labelled, flatten, say_odd_classes, with_same_classes
-from ..reading.rows import Table, rows_with_text, text_of_cell
+from ..reading.rows import Table, parts_of_cell, rows_with_text, text_of_cell
 from ..reading.sources import STDLIB, divide, load_tables
 
 # Packages that every Python has, without parts that a distribution may leave out.
@@ -130,8 +130,7 @@ def _labels(table: Table, column: str, target: str) -> list[Any]:
     cells = [*table.values(column)]
     if target == "classes":
         kind = getattr(table.kinds.get(column), "feature", None)
-        lists = [cell if isinstance(cell, list) else (text_of_cell(cell) or "").split(",") for cell in cells]
-        names = [[(text_of_cell(one, kind) or "").strip() for one in cell] for cell in lists]
+        names = [[(text_of_cell(one, kind) or "").strip() for one in parts_of_cell(cell, ",")] for cell in cells]
         return [tuple(dict.fromkeys(filter(None, cell))) for cell in names]  # none twice
     if any(isinstance(cell, list) for cell in cells):
         raise UsageError(f"--data {table.name}: column {column} has lists of classes: use --target classes")

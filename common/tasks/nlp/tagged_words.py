@@ -13,7 +13,7 @@ from ...data.sets import ListDataset
 from ...errors import UsageError
 from ..models.causal_lm import IGNORED
 from ..reading.labelled import Labelled, flatten
-from ..reading.rows import Table, text_of_cell
+from ..reading.rows import Table, parts_of_cell, text_of_cell
 from ..reading.sources import TABLES, divide, files_of_folder, load_tables, walk
 from ..reading.text_files import Place, ending_of, local_path, open_text
 
@@ -148,7 +148,7 @@ def _sentences(place: Place, word_column: str, tag_column: str) -> Iterator[Sent
     """The sentences of a CoNLL file: a word a line, an empty line after each; columns by tabs, or else white space."""
     with open_text(place, None) as file:
         lines = [line.rstrip("\n") for line in file]
-    first = next((line for line in lines if line.strip() and line[0] != "#"), "")
+    first = next((line for line in lines if line.strip() and not line.startswith(("#", "-DOCSTART-"))), "")
     separator = "\t" if "\t" in first else None
     names = [str(number + 1) for number in range(len(first.split(separator)))]
     at = [names.index(name) if name in names else default for name, default in ((word_column, 0), (tag_column, -1))]
@@ -175,7 +175,7 @@ def _rows(table: Table, word_column: str, tag_column: str) -> list[Sentence]:
     table.check_columns({"--word_column": word_column, "--tag_column": tag_column})
     kind, found = getattr(table.kinds.get(tag_column), "feature", None), list[Sentence]()
     for row, cells in enumerate(zip(table.values(word_column), table.values(tag_column)), start=1):
-        words, tags = (cell if isinstance(cell, list) else (text_of_cell(cell) or "").split() for cell in cells)
+        words, tags = map(parts_of_cell, cells)
         names = [text_of_cell(tag, kind) or "" for tag in tags]
         if len(words) != len(tags) or not all(names):
             raise UsageError(

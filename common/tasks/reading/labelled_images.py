@@ -213,11 +213,10 @@ def _by_table(folder: Path, below: str, files: list[str], left_out: LeftOut, kin
             raise UsageError(f"{path}: row {number} lacks {FILE_NAME} or {column}: expected a text in each")
         if not (path.parent / row[FILE_NAME]).is_file():
             raise UsageError(f"{path}: row {number} names {row[FILE_NAME]}: no such file")
-    found = [(below + os.path.normpath(row[FILE_NAME]), names_in(row[column])) for row in rows]
+    found = [(os.path.relpath(path.parent / row[FILE_NAME], folder), names_in(row[column])) for row in rows]
     known = {below + path.name, *(file for file, _ in found)}
     left_out |= {why: [file for file in paths if file not in known] for why, paths in left_out.items()}
-    rest = [file for file in files if file not in known]
-    left_out.setdefault(f"{kind.name}s that {path.name} does not name", []).extend(rest)
+    left_out.setdefault(f"{kind.name}s that {path.name} does not name", []).extend(sorted({*files} - known))
     return found
 
 

@@ -187,6 +187,14 @@ def rows_with_text(table: Table, *columns: str, beside: Sequence[Any] | None = N
     return [(*row, *more[number]) for number, row in enumerate(rows) if number not in empty]
 
 
+def parts_of_cell(cell: Any, separator: str | None = None) -> list[Any]:
+    """A list, or the parts of a text. Raises UsageError for a list that `to_csv` of pandas has made a text."""
+    text = cell if isinstance(cell, list) else text_of_cell(cell) or ""
+    if isinstance(text, str) and re.match(r"\[\s*['\"].*\]$", text, re.DOTALL):
+        raise UsageError(f"a cell has a list as text, {text[:40]}: write the table as JSON lines or parquet instead")
+    return text.split(separator) if isinstance(text, str) else text
+
+
 def text_of_cell(value: Any, kind: Any = None) -> str | None:  # noqa: PLR0911 - one for each type
     """The text of a cell; None if it has none. `kind` is the type of its column in `datasets`, if it has one. Raises
     UsageError if the cell holds a list, a dict or bytes that are not text."""
@@ -269,7 +277,9 @@ def _csv_rows(place: Place, text: TextIO) -> Iterator[Row]:
     try:
         header = next(lines, [])
         if twice := [name for name, number in Counter(header).items() if number > 1 and name]:
-            raise UsageError(f"{place} has several columns of the name {twice[0]}: give each its own name")
+            raise UsageError(
+                f"{place} has several columns of the name {twice[0]}: give each its own name in the first line"
+            )
         for number, cells in enumerate(filter(None, lines), start=1):
             if len(cells) > len(header):
                 raise UsageError(
@@ -318,8 +328,9 @@ def _json_rows(place: Place, text: TextIO, halves: Counter[str]) -> Iterator[tup
     try:
         for line in text:
             number += 1
-            is_list = line.lstrip().startswith("[")
-            for part in _items(line + text.read()) if is_list else filter(str.strip, [line]):
+            if (is_list := line.lstrip().startswith("[")) or line.strip() == "{":  # one object over several lines
+                line += text.read()
+            for part in _items(line) if is_list else filter(str.strip, [line]):
                 whole = ESCAPE.sub(lambda found: r"\ufffd" if found[1] else found[0], part) if r"\u" in part else part
                 halves["rows"] += whole != part
                 yield _parse(whole), whole

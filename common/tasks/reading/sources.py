@@ -96,8 +96,7 @@ def load_tables(
 def labelled_splits(
     data: str, names: list[str], read: Callable[[str], Any], is_labelled: Callable[[Any], bool]
 ) -> list[Any]:
-    """The first of these splits, for training, and of the others the first that has labels, if one has. A line names
-    each that is left out."""
+    """The training split, and the first of the others that has labels. A line names each one that is left out."""
     found = [read(name) for name in names[:1]]
     for name, following in zip_longest(names[1:], names[2:]):
         if is_labelled(split := read(name)):
@@ -114,7 +113,7 @@ def _datasets_of(
     import datasets  # not at the top: the import takes seconds
 
     path = local_path(data)
-    where: tuple[str, Any] = str(path) if _has_card(path) else data, None
+    where: tuple[str, Any] = str(path.absolute()) if _has_card(path) else data, None
     for place in chain(*files.values(), path.rglob("*.arrow") if is_saved(path) else ()):
         check_is_pulled(Path(place))
     if files:  # for `datasets` a path is a pattern
@@ -163,7 +162,7 @@ def table_files(data: str, advice: str) -> tuple[Files, dict[str, Any]]:
             return {}, {}
         if not _has_card(path):
             return files_of_folder(data, path, TABLES, advice), {}
-        return _find_files(data, str(path), advice)
+        return _find_files(data, str(path.absolute()), advice)
     if path.is_file():
         if ending_of(path) not in TABLES:
             raise UsageError(f"--data {data}: its name must end with one of {', '.join(TABLES)}; {advice}")
@@ -212,7 +211,7 @@ def files_of_folder(data: str, folder: Path, kinds: dict[str, str], advice: str)
         splits.setdefault(split or unnamed, []).append(path)
     names = names_of_splits(data, splits)
     others += [Path(place) for name in ("", *names[2:]) for place in splits.get(name, ())]
-    if len(names) > 1 or others:
+    if len(names) > 1 or others or len(found) > 1:
         read = [f"{len(splits[name]):,} for {name}" for name in names[:2]]
         left = [f"{len(others):,} not read, such as {others[0].name}"] if others else []
         say(f"files of --data {data}, by their names: {', '.join(read + left)}")
@@ -306,9 +305,9 @@ def check_not_streamed(data: str, max_samples: int | None) -> None:
 def names_of_splits(data: str, splits: Iterable[str]) -> list[str]:
     """The names of the training split and of those for evaluation, the best first. Raises UsageError."""
     names = list(splits)
-    if "train" not in names:
+    if names and "train" not in names:
         raise UsageError(f"--data {data}: expected a train split, found {', '.join(names)}")
-    return ["train", *[name for name in ("test", "validation", "valid") if name in names]]
+    return [name for name in ("train", "test", "validation", "valid") if name in names]
 
 
 @contextmanager

@@ -88,7 +88,7 @@ def load_boxed_images(data: str, image_column: str, objects_column: str) -> tupl
         image_column, objects_column: names of the columns with the images, and with the "bbox" and "category" of each
             object. Raises UsageError for no data, no boxes, a missing image, or an invalid object.
     """
-    path, parts = local_path(data), list[Any]()
+    path, parts = local_path(data).absolute(), list[Any]()
     if path.is_dir() and not is_saved(path):
         parts = _beside_images(data, path, [path / file for file in walk(path, twice=True)[0]], objects_column)
     elif path.is_file() and path.suffix.lower() == ".json":
@@ -125,7 +125,7 @@ def _beside_images(data: str, folder: Path, files: list[Path], objects_column: s
     for table in files:
         if (found := _read_table(table, objects_column)) is None:
             continue
-        words = re.findall("[a-z]+", " ".join(reversed(table.relative_to(folder).parts)).lower())
+        words = re.findall("[a-z]+", " ".join(reversed(table.relative_to(folder).parts)).lower()) * (len(files) > 1)
         split = next((split for word in words for split, names in SPLITS.items() if word in names), "train")
         if split in parts:
             raise UsageError(f"{table} and {parts[split][0]} both have boxes for {split}: use the path of one")
@@ -137,8 +137,7 @@ def _beside_images(data: str, folder: Path, files: list[Path], objects_column: s
                 f"{table} names the image {name}: no such file beside it, in images, or in {places[-1].name}"
             )
         parts[split] = table, [str(way[0]) for way in ways], [*found[1]], found[2]
-    names = names_of_splits(data, parts) if parts else []
-    chosen = labelled_splits(data, names, parts.__getitem__, lambda part: any(part[2]))
+    chosen = labelled_splits(data, names_of_splits(data, parts), parts.__getitem__, lambda part: any(part[2]))
     named = {Path(path) for table, paths, *_ in chosen for path in [table, *paths]}
     if chosen and (others := [file for file in files if file not in named]):
         say(f"--data {data}: left out: {len(others):,} files that no table names, such as {printable(others[0].name)}")

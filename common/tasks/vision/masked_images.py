@@ -132,19 +132,22 @@ def _in_folders(data: str, folder: Path, images: str, masks: str) -> list[Any]:
     """The paths of the images and of their masks, for training and perhaps for evaluation; [] if there are none."""
     kinds = {name: kind for kind in (images, masks) for name in (kind, f"{kind}s")}
     found: dict[str, dict[str, dict[str, str]]] = {}  # {split: {kind: {name: path}}}
-    for file in walk(folder, twice=True)[0]:
+    endings, files = Image.registered_extensions(), walk(folder, twice=True)[0]
+    images_there = [file for file in files if Path(file).suffix.lower() in endings]
+    if 0 < len(images_there) < len(files):
+        say(f"--data {data}: left out: {len(files) - len(images_there):,} files that are no images by their names")
+    for file in images_there:
         parents = Path(file).parts[:-1]
         if kind := next((kinds[part.lower()] for part in parents if part.lower() in kinds), None):
             split = split_of(Path(file).parent) or "train"
             name = "/".join([part for part in parents if part.lower() not in kinds] + [Path(file).stem])
             found.setdefault(split, {}).setdefault(kind, {})[name] = str(folder / file)
     parts = []
-    names = names_of_splits(data, found) if found else []
-    for split in labelled_splits(data, names, found.__getitem__, lambda split: masks in split):
+    for split in labelled_splits(data, names_of_splits(data, found), found.__getitem__, lambda split: masks in split):
         pairs = [split.get(kind, {}) for kind in (images, masks)]
         both = sorted(pairs[0].keys() & pairs[1].keys())
         if not both:
-            raise UsageError(f"--data {data}: no images in a folder {images}s with masks of their names in {masks}s")
+            raise UsageError(f"--data {data}: no images in folder {images}(s) with masks of their names in {masks}(s)")
         if alone := sorted(pairs[0].keys() ^ pairs[1].keys()):
             say(f"--data {data}: left out: {len(alone):,} without image or mask, such as {printable(alone[0])}")
         parts.append(([pairs[0][name] for name in both], [pairs[1][name] for name in both]))
@@ -154,7 +157,7 @@ def _in_folders(data: str, folder: Path, images: str, masks: str) -> list[Any]:
 def _read_names(path: str) -> dict[int, str]:
     """The classes that a JSON file names. Raises UsageError."""
     try:
-        found = json.loads(local_path(path).read_text(encoding="utf-8"))
+        found = json.loads(local_path(path).read_text(encoding="utf-8-sig"))
         return {int(number): str(name) for number, name in found.items()}
     except (OSError, ValueError, AttributeError):
         raise UsageError(f'--class_names {path}: expected a JSON file such as {{"0": "road", "1": "car"}}') from None
