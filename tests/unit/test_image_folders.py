@@ -378,3 +378,15 @@ def test_files_are_not_opened_at_the_start(tmp_path: Path) -> None:
     assert len(part.labels) == 200
     with pytest.raises(UsageError, match=rf"{tmp_path}/a/0.jpg cannot be read \(it is empty\)"):
         part.samples[0]
+
+
+def test_one_table_above_the_folders_of_splits(tmp_path: Path) -> None:
+    names = [f"{part}/{number}.png" for part, count in (("train", 5), ("test", 3)) for number in range(count)]
+    write(tmp_path, *names)
+    rows = [f"{name},{'ab'[number % 2]}" for number, name in enumerate(names)]
+    (tmp_path / "metadata.csv").write_text("\n".join(["file_name,label", *rows]))
+    train, evaluation = load(tmp_path)
+    assert (found(train), found(evaluation)) == (
+        [("a", 0), ("b", 1), ("a", 2), ("b", 3), ("a", 4)],
+        [("b", 5), ("a", 6), ("b", 7)],
+    )

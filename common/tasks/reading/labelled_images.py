@@ -162,10 +162,11 @@ def _parts(data: str, folder: Path, files: list[str], left_out: LeftOut, kind: M
     """How the paths of the files of each part begin: [""] for a folder that is one part."""
     tops = {file.split("/")[0]: False for file in files if "/" in file}  # whether the images have classes there
     tops |= {file.split("/")[0]: True for file in files if file.count("/") > 1}
-    tops |= {top: True for top in tops if _column_of(folder / top, kind)}
+    whole = _column_of(folder, kind)
+    tops |= {top: True for top in tops if whole or _column_of(folder / top, kind)}
     train, evaluation = ([top for name in kind for top in tops if top.lower() == name] for kind in (TRAIN, EVALUATION))
     others = [top for top in tops if top not in (*train, *evaluation)]
-    if not tops or others or any((folder / name).is_file() for name in METADATA):
+    if not tops or others or (whole and not (train and evaluation)):
         if others and train and evaluation and all(tops[top] for top in (*train, *evaluation)):
             raise UsageError(
                 f"--data {data}: {train[0]} and {evaluation[0]} hold folders with {kind.name}s, as parts of a data set "
@@ -205,7 +206,7 @@ def _by_folder(below: str, files: list[str], left_out: LeftOut, kind: Media) -> 
 
 def _by_table(folder: Path, below: str, files: list[str], left_out: LeftOut, kind: Media) -> Files:
     """What a table in the folder says that its files have; [] without a table that does."""
-    if (table := _column_of(folder / below, kind)) is None:
+    if (table := _column_of(folder / below, kind) or _column_of(folder, kind)) is None:
         return []
     path, rows, column = table
     for number, row in enumerate(rows, start=1):
@@ -214,10 +215,10 @@ def _by_table(folder: Path, below: str, files: list[str], left_out: LeftOut, kin
         if not (path.parent / row[FILE_NAME]).is_file():
             raise UsageError(f"{path}: row {number} names {row[FILE_NAME]}: no such file")
     found = [(os.path.relpath(path.parent / row[FILE_NAME], folder), names_in(row[column])) for row in rows]
-    known = {below + path.name, *(file for file, _ in found)}
+    known = {os.path.relpath(path, folder), *(file for file, _ in found)}
     left_out |= {why: [file for file in paths if file not in known] for why, paths in left_out.items()}
     left_out.setdefault(f"{kind.name}s that {path.name} does not name", []).extend(sorted({*files} - known))
-    return found
+    return [(file, name) for file, name in found if file.startswith(below)]
 
 
 def names_in(cell: Any, kind: Any = None) -> str | tuple[str | None, ...] | None:
