@@ -3,6 +3,8 @@
 The names below are loaded when they are first asked for: the tool starts without importing torch.
 """
 
+import signal
+import threading
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -38,10 +40,13 @@ __all__ = [*_HOMES]
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        return getattr(import_module(f".common.{_HOMES[name]}", __name__), name)
-    except KeyboardInterrupt:  # the imports take seconds
-        raise SystemExit(130) from None
+    is_main = threading.current_thread() is threading.main_thread()
+    # The imports take seconds, and packages swallow a KeyboardInterrupt: meanwhile Ctrl-C ends the process at once.
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL) if is_main else None
+    found = getattr(import_module(f".common.{_HOMES[name]}", __name__), name)
+    if before is not None:
+        signal.signal(signal.SIGINT, before)
+    return found
 
 
 def __dir__() -> list[str]:

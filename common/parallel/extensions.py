@@ -33,11 +33,8 @@ def extensions_folder() -> Path:
 
 
 def load_extension() -> None:
-    """Loads the extension that DeepSpeed needs on a CPU; compiles it first if necessary.
-
-    torch marks a running build with a file. If the process is killed, the file stays, and all later builds wait
-    forever. Here each build has its own folder, which gets its name when it is complete, under a lock.
-    """
+    """Loads the extension that DeepSpeed needs on a CPU; compiles it first if necessary. A killed build leaves a mark,
+    for which torch's later builds wait forever: here each has its own folder, which gets its name when complete."""
     from deepspeed.accelerator import get_accelerator
     from torch.utils.cpp_extension import _import_module_from_library
 

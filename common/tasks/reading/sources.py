@@ -93,13 +93,11 @@ def load_tables(
     return labelled_splits(data, names, read, is_labelled)
 
 
-def labelled_splits(
-    data: str, names: list[str], read: Callable[[str], Any], is_labelled: Callable[[Any], bool]
-) -> list[Any]:
+def labelled_splits(data: str, names: list[str], read: Callable[[str], Any], labelled: Callable[[Any], bool]) -> list:
     """The training split, and the first of the others that has labels. A line names each one that is left out."""
     found = [read(name) for name in names[:1]]
     for name, following in zip_longest(names[1:], names[2:]):
-        if is_labelled(split := read(name)):
+        if labelled(split := read(name)):
             return [*found, split]
         instead = f"{following} is read in its place" if following else "it is left out"
         say(f"--data {data}: the {name} split has no labels: {instead}")
