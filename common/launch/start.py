@@ -36,7 +36,7 @@ from ..plan import split_batch
 from .checks import launch_checks
 from .machines import agreement, saying_who_waits
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 TYPES_OF_ACCELERATE = {strategy.distributed_type for strategy in STRATEGIES}
 
 
@@ -175,8 +175,8 @@ def prepare_rehearsal(layout: Layout, timeout: timedelta) -> None:
     """Makes the config of a GPU run work on the CPU."""
     # glibc returns freed memory, and the next step gets it again page by page: 15 % of the check at 134 M weights.
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
-        mallopt(M_MMAP_THRESHOLD, 32 << 20)  # bytes, the largest that it takes
-        mallopt(M_TRIM_THRESHOLD, 1 << 30)
+        mallopt(M_MMAP_MAX, 0)  # large blocks, too, come from the heap, where they can be used again
+        mallopt(M_TRIM_THRESHOLD, 1 << 30)  # bytes
     # Accelerate imports deepspeed where it is installed, under other configs, too, and that warns about a missing GPU.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     main_strategy(layout).rehearse(layout, timeout)
