@@ -140,8 +140,7 @@ def evaluate_exported(setup: Setup, group: CpuGroup) -> Metrics:
         setup = check_trainable(setup)
         freeze_what_is_not_trained(accelerator, model, setup.optimizer)
         engine = prepare(setup)
-        state = TrainState(step=plan.num_steps)  # the run is done
-        evaluation = Evaluation(engine, state, watch)
+        evaluation = Evaluation(engine, TrainState(step=plan.num_steps), watch)  # the run is done
         metrics = evaluation.measure(evaluation.eval_sets, watch.poll)
         watch.settle()
     if metrics is None:

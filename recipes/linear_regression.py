@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerate_recipes import RunConfig, Schedule, UsageError, fit, flag, load_exported, parameter_groups, run, start
-from accelerate_recipes.common.data import Batch, InMemoryDataset
+from accelerate_recipes.common.data import Batch, InMemoryDataset, say
 from accelerate_recipes.common.tasks.reading.sources import load_tables, sklearn_file
 
 ADVICE = "use --data diabetes or synthetic, or the path of a .csv file"
@@ -101,7 +101,9 @@ def load_numbers(data: str, target: str | None) -> TableDataset:
     column. All columns except the target are features. Raises UsageError for a missing file or column, too few rows or
     columns, a value that is missing or not finite, or a constant target."""
     table, *others = load_tables(data, ADVICE)
-    names = table.column_names
+    names = [name for name in table.column_names if name]
+    if len(names) < len(table.column_names):
+        say(f"--data {data}: a column has no name, such as the index that pandas writes: left out")
     if others:
         raise UsageError(f"--data {data} has several splits, but all rows are fitted: use the path of one file")
     if target is None:

@@ -60,8 +60,8 @@ class Config(EncoderFlags):
     weight_decay: float = 0.01
     log_every: int = 50
     max_length: int = 128
-    word_column: str = flag("tokens", "column with the words; in a CoNLL file its number, default: the first")
-    tag_column: str = flag("ner_tags", "column with the tags; in a CoNLL file its number, default: the last")
+    word_column: str = flag("tokens", "column with the words; in a CoNLL file its name or number, default: the first")
+    tag_column: str = flag("ner_tags", "column with the tags; in a CoNLL file its name or number, default: the last")
     predict: str | None = flag(None, "instead of training, tag this text with the exported model")
 
 

@@ -65,9 +65,8 @@ def _causes_in_the_loader(run: Trace, reference: Trace, difference: Difference) 
     if len(ids) != len(expected):
         yield (
             f"a step takes {len(ids)} samples under DDP and {len(expected)} in one process: divide the batch size of "
-            "the loader by accelerator.num_processes, or give Accelerator "
-            "dataloader_config=DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True); --split_batches "
-            "sets both, to show what else differs"
+            "the loader by accelerator.num_processes, or give Accelerator dataloader_config=DataLoaderConfiguration("
+            "split_batches=True, use_seedable_sampler=True); --split_batches sets both, to show what else differs"
         )
     if facts["repeats_an_epoch"] and not reference.facts["repeats_an_epoch"]:
         yield "under DDP each epoch has the same order: call set_epoch on the sampler or loader before each epoch"

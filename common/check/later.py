@@ -69,9 +69,8 @@ class Rehearsal:
             return None
         return (
             f"{layout} does not give the result of one process: in step {number + 1}, {found[0].text}\n"
-            "  likely cause: the first steps were the same; something begins later, such as a hook, dropout or a "
-            "schedule in the model, and the config divides what it computes\n"
-            "  --check_steps 0 trains without this check"
+            "  likely cause: the first steps were the same; something begins later, such as a hook, dropout or schedule"
+            " in the model, and the config divides what it computes\n  --check_steps 0 trains without this check"
         )
 
     def _tolerance(self, key: Key, expected: Step) -> float:

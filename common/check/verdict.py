@@ -67,9 +67,8 @@ def not_repeated(reference: Reference) -> str | None:
         known = ", ".join([*reference.changes.names, *reference.changes.generators][:3])
         cause = (
             "forward_step, a hook or the optimizer keeps something where the check does not look, such as a file, an "
-            "environment variable or an object of a package"
-            f"{f'; it restored {known}' * bool(known)}: give forward_step a third argument, step, the number of the "
-            "optimizer step, and compute from it"
+            f"environment variable or an object of a package{f'; it restored {known}' * bool(known)}: give "
+            "forward_step a third argument, step, the number of the optimizer step, and compute from it"
         )
     return (
         f"when one process repeats the first step from the same state, {why}\n  likely cause: {cause}\n"

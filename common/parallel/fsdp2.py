@@ -110,7 +110,9 @@ class Fsdp2(Strategy):
         from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
         layout, model = grid.layout, part.model
-        others = {weight for weight in model.parameters() if weight.ndim == 0 or _is_of_experts(weight)}
+        # FSDP2 leaves scalars, and what expert parallelism has divided.
+        axes = {each: each.device_mesh.mesh_dim_names if is_divided(each) else () for each in model.parameters()}
+        others = {weight for weight, names in axes.items() if weight.ndim == 0 or "experts" in (names or ())}
         options: dict[str, Any] = {
             "mesh": grid.shards,
             "mp_policy": mixed_precision_policy(layout.precision),
@@ -190,11 +192,6 @@ def sum_scalars(model: nn.Module, groups: Sequence[Any]) -> None:
     for weight in model.parameters():
         if weight.ndim == 0 and weight.requires_grad:
             weight.register_hook(total)
-
-
-def _is_of_experts(weight: Tensor) -> bool:
-    """Whether expert parallelism has divided a weight: FSDP2 leaves it."""
-    return is_divided(weight) and "experts" in (weight.device_mesh.mesh_dim_names or ())
 
 
 def _say_what_is_gathered_at_once(setup: Setup, layers: Sequence[nn.Module]) -> None:

@@ -12,10 +12,9 @@ from ..weights.shards import local
 class EMA:
     """average <- decay × average + (1 - decay) × weights, after each optimizer step.
 
-    The decay rises to its value along (1 + updates) / (10 + updates), to reduce the influence of the
-    random initial weights (as in TensorFlow's ExponentialMovingAverage). Each process averages the
-    weights, or shards of weights, that its optimizer updates. Buffers are not averaged. `after_swap` is called when the
-    weights have been swapped.
+    The decay rises to its value along (1 + updates) / (10 + updates), to reduce the influence of the random initial
+    weights (as in TensorFlow's ExponentialMovingAverage). Each process averages the weights, or shards of weights, that
+    its optimizer updates. Buffers are not averaged. `after_swap` is called when the weights have been swapped.
     """
 
     def __init__(self, weights: Iterable[Tensor], decay: float, after_swap: Callable[[], None]):

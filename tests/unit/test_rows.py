@@ -263,3 +263,10 @@ def test_a_missing_column_names_the_parts_of_cells(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"use --source_column with one of id, translation\.en, transla"):
         table.check_columns({"--source_column": "en"})
     table.check_columns({"--source_column": "translation.en"})
+
+
+def test_a_dict_that_became_a_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("translation\n\"{'de': 'Haus', 'en': 'house'}\"\n")
+    table = load_tables(str(tmp_path / "a.csv"), "")[0]
+    with pytest.raises(UsageError, match=r"a list or dict is text in a cell, .'de': 'Haus', 'en': 'house'.: write the"):
+        list(table.values("translation.de"))

@@ -39,3 +39,10 @@ def test_tables(tmp_path: Path, content: str | bytes | None, arguments: str, exp
     config = parse(LinearConfig, ["--data", str(path), *arguments.split()])
     with pytest.raises(UsageError, match=re.escape(expected)):
         load_table(config)
+
+
+def test_a_column_without_a_name_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file.csv").write_text(",a,b\n0,1,2\n1,3,5\n2,4,1\n")
+    table = load_table(parse(LinearConfig, ["--data", str(tmp_path / "file.csv"), "--target", "b"]))
+    assert table.num_features == 1
+    assert "a column has no name, such as the index that pandas writes: left out" in capsys.readouterr().out

@@ -164,7 +164,27 @@ def test_a_first_line_without_words(tmp_path: Path, first: str) -> None:
     assert (len(train.samples), len(evaluation.samples), train.classes) == (9, 1, ["B-ORG", "O"])
 
 
+def test_a_header_names_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = "Sentence\tTag\tWord\n" + "\n".join(f"{row}\tO\tParis\n{row}\tB-LOC\tParis\n" for row in range(10))
+    path = tmp_path / "a.tsv"
+    path.write_text(rows)
+    train, evaluation = load_tagged_words(str(path), "Word", "Tag", list)
+    assert len(train.samples) + len(evaluation.samples) == 10
+    assert train.samples[0] == ["Paris", "Paris"] and train.classes == ["B-LOC", "O"]
+    path.write_text(rows.replace("Tag\tWord", "Word\tTag").replace("O\tParis", "Paris\tO"))
+    load_tagged_words(str(path), "tokens", "ner_tags", list)
+    line = "only the first line has the tag Tag: if this line names the columns, use --word_column Sentence"
+    assert f"{line} --tag_column Tag" in capsys.readouterr().out
+
+
+def test_a_table_with_a_word_in_each_row_is_refused(tmp_path: Path) -> None:
+    words = "Sentence #,Word,Tag\nSentence: 1,London,B-geo\n,calls,O\n,,\nSentence: 2,Paris,B-geo\n"
+    (tmp_path / "a.csv").write_text(words.replace(",,\n", ""))
+    with pytest.raises(UsageError, match="each row has a single word: expected the words of a whole sentence"):
+        load_tagged_words(str(tmp_path / "a.csv"), "Word", "Tag", list)
+
+
 def test_a_list_that_became_a_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("words,tags\n" + "\"['EU', 'is']\",\"['B-ORG', 'O']\"\n" * 10)
-    with pytest.raises(UsageError, match=r"a cell has a list as text, \['EU', 'is'\]: write the table as JSON lines"):
+    with pytest.raises(UsageError, match=r"a list or dict is text in a cell, \['EU', 'is'\]"):
         load_tagged_words(str(tmp_path / "a.csv"), "words", "tags", list)

@@ -170,7 +170,8 @@ def fit_to_template(messages: Messages, template: Any, options: Mapping[str, Any
     Templates differ: some take parts of a content, others only texts; arguments of a call as a dict, or as JSON; and
     some recognize a call by its missing content. Raises UsageError if the template refuses all forms."""
     refusal, fault, tried = None, None, list[Messages]()
-    for content, joins, convert in itertools.product(("", None), (False, True), (_parse, _dump)):
+    dump = lambda arguments: arguments if isinstance(arguments, str) else json.dumps(arguments)  # noqa: E731
+    for content, joins, convert in itertools.product(("", None), (False, True), (_parse, dump)):
         form = [_in_form({"content": content, **message}, joins, convert) for message in messages]
         if form in tried:
             continue
@@ -205,10 +206,6 @@ def _parse(arguments: Any) -> Any:
         found = json.loads(arguments) if isinstance(arguments, str) else None
         return found if isinstance(found, dict) else arguments
     return arguments
-
-
-def _dump(arguments: Any) -> Any:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments)
 
 
 def _fault(messages: Messages, template: Any, options: Mapping[str, Any], text: str) -> str | None:

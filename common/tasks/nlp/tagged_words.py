@@ -21,6 +21,7 @@ CONLL = dict.fromkeys((".conll", ".conllu", ".bio", ".iob", ".iob2", ".txt", ".t
 ADVICE = (
     f"use --data stdlib, or the path of a .jsonl or .parquet file, or of one with a word a line: {', '.join(CONLL)}"
 )
+MARK = re.compile("[BILUES]-.")  # of a tag: where in an entity the word is
 
 Sentence = tuple[list[str], list[str]]  # words, and the tag of each
 
@@ -62,7 +63,7 @@ class Entities:
     of one word, O is none. `classes` are the tags in the order of their numbers, `types` those of entities."""
 
     def __init__(self, classes: list[str]):
-        pairs = [(name[0], name[2:]) if re.match("[BILUES]-.", name) else ("S", name) for name in classes]
+        pairs = [(name[0], name[2:]) if MARK.match(name) else ("S", name) for name in classes]
         marks, kinds = zip(*pairs)
         self.types = sorted({*kinds} - {"O"})
         numbers = {"O": 0} | {kind: number for number, kind in enumerate(self.types, start=1)}
@@ -150,10 +151,17 @@ def _sentences(place: Place, word_column: str, tag_column: str) -> Iterator[Sent
         lines = [line.rstrip("\n") for line in file]
     first = next((line for line in lines if line.strip() and not line.startswith(("#", "-DOCSTART-"))), "")
     separator = "\t" if "\t" in first else None
-    names = [str(number + 1) for number in range(len(first.split(separator)))]
+    cells = first.split(separator)
+    if has_header := {word_column, tag_column} <= {*cells}:
+        lines[lines.index(first)] = ""
+    names = cells if has_header else [str(number + 1) for number in range(len(cells))]
     at = [names.index(name) if name in names else default for name, default in ((word_column, 0), (tag_column, -1))]
     if len(names) < 2:
         raise UsageError(f"{place}: expected a word and its tag in a line, found {first.strip()[:40]!r}")
+    tag, every = cells[at[1]], [line.split(separator)[at[1] :][:1] for line in lines]
+    if not has_header and every.count([tag]) == 1 and tag != "O" and not MARK.match(tag):
+        flags = f"--word_column {cells[at[0]]} --tag_column {tag}"
+        say(f"{place}: only the first line has the tag {tag}: if this line names the columns, use {flags}")
     words, tags = list[str](), list[str]()
     for number, line in enumerate([*lines, ""], start=1):
         cells = line.split(separator)
@@ -185,4 +193,9 @@ def _rows(table: Table, word_column: str, tag_column: str) -> list[Sentence]:
         found += [([text_of_cell(word) or "" for word in words], names)] * bool(words)
     if len(found) < len(table):
         say(f"--data {table.name}: {len(table) - len(found):,} of {len(table):,} rows have no words: left out")
+    if len(found) > 1 and all(len(words) == 1 for words, _ in found):
+        raise UsageError(
+            f"--data {table.name}: each row has a single word: expected the words of a whole sentence; or use a CoNLL "
+            "file, with a word and its tag in each line, and an empty line after each sentence"
+        )
     return found

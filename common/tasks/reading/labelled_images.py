@@ -23,6 +23,7 @@ METADATA, FILE_NAME = ("metadata.csv", "metadata.jsonl"), "file_name"  # the Hub
 FORM = "expected a folder with a sub-folder for each class, such as cat/1.png and dog/2.png"
 
 Files = list[tuple[str, Any]]  # (path, class), or (path, classes)
+Beside = tuple[Path, list[Row], str]  # a table beside the files, its rows, and the column that says what each has
 
 
 class Media(NamedTuple):
@@ -140,10 +141,11 @@ def read_folder(data: str, folder: Path, advice: str, kind: Media) -> list[Files
     if not files:
         facts = f" ({_counts(left_out)})" if left_out else ""
         raise UsageError(f"--data {data}: no data there{facts}; {kind.form}, or parquet files; {advice}")
-    parts = []
-    for below in _parts(data, folder, files, left_out, kind):
-        own = [file for file in files if file.startswith(below)]
-        parts.append(_by_table(folder, below, own, left_out, kind))
+    parts, places = [], {"", *(file[: file.index("/") + 1] for file in files if "/" in file)}
+    tables = {below: table for below in places if (table := _table_in(folder / below, kind))}
+    for below in _parts(data, files, left_out, kind, tables):
+        own, table = [file for file in files if file.startswith(below)], tables.get(below, tables.get(""))
+        parts.append(_by_table(folder, table, below, own, left_out, kind) if table else [])
         if not parts[-1] and kind.has == "classes":
             parts[-1] = _by_folder(below, own, left_out, kind)
         if not parts[-1]:
@@ -154,16 +156,15 @@ def read_folder(data: str, folder: Path, advice: str, kind: Media) -> list[Files
 
 
 def _counts(left_out: LeftOut) -> str:
-    facts = [f"{why}: {len(paths):,}, such as {printable(paths[0])}" for why, paths in left_out.items() if paths]
-    return "; ".join(facts)
+    return "; ".join(f"{why}: {len(some):,}, such as {printable(some[0])}" for why, some in left_out.items() if some)
 
 
-def _parts(data: str, folder: Path, files: list[str], left_out: LeftOut, kind: Media) -> list[str]:
+def _parts(data: str, files: list[str], left_out: LeftOut, kind: Media, tables: dict[str, Beside]) -> list[str]:
     """How the paths of the files of each part begin: [""] for a folder that is one part."""
     tops = {file.split("/")[0]: False for file in files if "/" in file}  # whether the images have classes there
     tops |= {file.split("/")[0]: True for file in files if file.count("/") > 1}
-    whole = _column_of(folder, kind)
-    tops |= {top: True for top in tops if whole or _column_of(folder / top, kind)}
+    whole = "" in tables
+    tops |= {top: True for top in tops if whole or f"{top}/" in tables}
     train, evaluation = ([top for name in kind for top in tops if top.lower() == name] for kind in (TRAIN, EVALUATION))
     others = [top for top in tops if top not in (*train, *evaluation)]
     if not tops or others or (whole and not (train and evaluation)):
@@ -182,8 +183,8 @@ def _parts(data: str, folder: Path, files: list[str], left_out: LeftOut, kind: M
     return [part + "/" for part in parts]
 
 
-def _column_of(folder: Path, kind: Media) -> tuple[Path, list[Row], str] | None:
-    """(the table in a folder, its rows, the column that says what its files have); None without a table that does."""
+def _table_in(folder: Path, kind: Media) -> Beside | None:
+    """The table in a folder that says what its files have; None without one."""
     for path in filter(Path.is_file, (folder / name for name in METADATA)):
         rows = [*table_of(str(path), [path], None, {})]
         for column in kind.columns:
@@ -204,10 +205,8 @@ def _by_folder(below: str, files: list[str], left_out: LeftOut, kind: Media) -> 
     return [(file, way[0]) for file, way in ways if len(way) > 1]
 
 
-def _by_table(folder: Path, below: str, files: list[str], left_out: LeftOut, kind: Media) -> Files:
-    """What a table in the folder says that its files have; [] without a table that does."""
-    if (table := _column_of(folder / below, kind) or _column_of(folder, kind)) is None:
-        return []
+def _by_table(folder: Path, table: Beside, below: str, files: list[str], left_out: LeftOut, kind: Media) -> Files:
+    """What a table says that the files below a folder have."""
     path, rows, column = table
     for number, row in enumerate(rows, start=1):
         if not text_of_cell(row[FILE_NAME]) or {None, ""} & {*flatten([names_in(row[column])])}:

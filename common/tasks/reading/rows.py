@@ -103,7 +103,8 @@ class Table:
         """The cells of a column; of "translation.de" what its cells have as "de"."""
         whole, _, part = column.partition(".")
         if column not in self.column_names and part:
-            return (cell.get(part) if isinstance(cell, dict) else None for cell in self.values(whole))
+            cells = (cell if isinstance(cell, dict) else parts_of_cell(cell) for cell in self.values(whole))
+            return (cell.get(part) if isinstance(cell, dict) else None for cell in cells)
         is_dataset = hasattr(self.rows, "select_columns")  # which need not read whole rows
         return TableColumn(self.rows, column) if is_dataset else (row.get(column) for row in self.rows)
 
@@ -188,10 +189,10 @@ def rows_with_text(table: Table, *columns: str, beside: Sequence[Any] | None = N
 
 
 def parts_of_cell(cell: Any, separator: str | None = None) -> list[Any]:
-    """A list, or the parts of a text. Raises UsageError for a list that `to_csv` of pandas has made a text."""
+    """A list, or the parts of a text. Raises UsageError for a list or dict that `to_csv` of pandas made a text."""
     text = cell if isinstance(cell, list) else text_of_cell(cell) or ""
-    if isinstance(text, str) and re.match(r"\[\s*['\"].*\]$", text, re.DOTALL):
-        raise UsageError(f"a cell has a list as text, {text[:40]}: write the table as JSON lines or parquet instead")
+    if isinstance(text, str) and re.match(r"[\[{]\s*['\"].*[\]}]$", text, re.DOTALL):
+        raise UsageError(f"a list or dict is text in a cell, {text[:40]}: write the table as JSON lines or parquet")
     return text.split(separator) if isinstance(text, str) else text
 
 
@@ -242,8 +243,7 @@ def table_of(data: str, places: Sequence[Place], max_rows: int | None, kinds: di
         first, size = islice(found, ROWS_LOOKED_AT), disk.data.nbytes
     if len(found) == 0:
         raise UsageError(f"--data {data}: {places[0]} has no rows: expected a name for each column, and rows")
-    names = [*dict.fromkeys(name for row in first for name in row)]
-    return Table(data, names, found, key, size, kinds)
+    return Table(data, [*dict.fromkeys(name for row in first for name in row)], found, key, size, kinds)
 
 
 def _rows_of_all(places: Sequence[Place]) -> Iterator[tuple[Row, str]]:
