@@ -3,8 +3,8 @@
     accelerate launch --config_file accelerate_configs/ddp.yaml recipes/masked_lm.py
 
 Data: the source code of Python's standard library, which every machine has; or your own text, or a Hub id.
-Expect: a perplexity of 198 and an accuracy of 13 % for the masked words, after such a short run. Tokens are words.
-Time: three quarters of a minute on two CPU cores.
+Expect: a perplexity of 63, and a third of the masked words right. Tokens are words.
+Time: a minute on two CPU cores.
 
 To train on your own text, to continue from a pretrained encoder on texts from your field, and to fill in a word:
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
-from transformers import AutoModelForMaskedLM, BertForMaskedLM
+from transformers import AutoModelForMaskedLM, BertConfig, ModernBertConfig, ModernBertForMaskedLM
 
 from accelerate_recipes import Schedule, UsageError, fit, flag, parameter_groups, print_once, run, start
 from accelerate_recipes.common.data import Batch, pad_to_longest
@@ -37,9 +37,9 @@ class Config(EncoderFlags):
     """The flags of this recipe, and its defaults for the shared flags."""
 
     data: str = "stdlib"
-    epochs: int = 3
-    batch_size: int = 32
-    learning_rate: float = 2e-3
+    epochs: int = 6
+    batch_size: int = 16
+    learning_rate: float = 3e-3
     warmup_steps: int = 50
     lr_schedule: Schedule = "linear"
     weight_decay: float = 0.01
@@ -125,7 +125,18 @@ def build(config: Config) -> tuple[Any, Any]:
         return model, tokenizer
     sources = weights_of(config.data) or [config.data]
     pieces = (piece for source in sources for text in texts_of(source, config.max_samples) for piece in text.pieces())
-    return small_bert(config, BertForMaskedLM, pieces)
+    return small_bert(config, small_modern_bert, pieces)
+
+
+def small_modern_bert(shape: BertConfig) -> ModernBertForMaskedLM:
+    """A ModernBERT of these sizes. Its norms stand before the layers, so it learns in fewer steps than a BERT."""
+    names = "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "pad_token_id"
+    options = {name: getattr(shape, name) for name in names} | {"intermediate_size": 2 * shape.hidden_size}
+    options |= dict.fromkeys(("embedding_dropout", "mlp_dropout", "attention_dropout"), shape.hidden_dropout_prob)
+    options |= dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"))
+    longest = max(512, shape.max_position_embeddings)  # its positions are rotary and have no weights
+    own = ModernBertConfig(**options, max_position_embeddings=longest, global_attn_every_n_layers=1)
+    return ModernBertForMaskedLM(own)
 
 
 def predict(config: Config, text: str) -> None:
