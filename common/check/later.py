@@ -23,9 +23,9 @@ from .reference import ROUNDINGS, Perturbed, ReferenceRun
 from .tolerances import BF16, LATER, TRAJECTORY_TIMES_FLOOR
 from .trace import Step
 
-STEPS = (10, 100)  # from the start of a run, counted from 1
+STEPS = (10, 100)  # from the start of a run, counted from 1; of a shorter run the last one
 MAX_SECONDS = 3.0  # that one process may take for them
-COMPARED = (("value", "loss"), ("norm", ""))
+COMPARED = (("value", "loss"), ("eval", "loss"), ("norm", ""))
 
 
 @dataclass
@@ -40,13 +40,9 @@ class Rehearsal:
     @classmethod
     def take(cls, run: ReferenceRun, first: Step, number: int) -> "Rehearsal | None":
         """Takes the later steps of a run that begins with step `number`; None if none is cheap enough."""
-        plan, numbers = run.setup.plan, list[int]()
-        assert run.changes is not None
-        keeps = bool(run.changes.names or run.changes.generators)  # an evaluation in between would move it on
-        for step in STEPS:
-            is_cheap = run.seconds * step * 2 <= MAX_SECONDS and number + step <= plan.num_steps
-            if is_cheap and not (keeps and any(map(plan.evaluates, range(number + 1, number + step)))):
-                numbers.append(number + step - 1)
+        plan = run.setup.plan
+        later = {min(step, plan.num_steps - number) for step in STEPS} - {*range(plan.config.check_steps + 1)}
+        numbers = [number + step - 1 for step in sorted(later) if run.seconds * step * 2 <= MAX_SECONDS]
         if not numbers or run.setup.accelerator.device.type != "cpu":
             return None
         try:
@@ -60,17 +56,15 @@ class Rehearsal:
         """The line that ends a run whose step `number` differs from one process, or None. `steps`: of each process."""
         expected = self.steps[number]
         floors = step_gaps(self.moved[number], expected)
-        limits = {
-            key: max(self._tolerance(key, expected), TRAJECTORY_TIMES_FLOOR * floors[key].size) for key in COMPARED
-        }
+        limits = {key: max(self._tolerance(key, expected), TRAJECTORY_TIMES_FLOOR * floors[key].size) for key in floors}
         each = (step_gaps(step, expected, rank) for rank, step in enumerate(steps))
         found = [gaps[key] for gaps in each for key in COMPARED if key in gaps and not gaps[key].size <= limits[key]]
         if not found:
             return None
         return (
             f"{layout} does not give the result of one process: in step {number + 1}, {found[0].text}\n"
-            "  likely cause: the first steps were the same; something begins later, such as a hook, dropout or schedule"
-            " in the model, and the config divides what it computes\n  --check_steps 0 trains without this check"
+            "  likely cause: the first steps were the same; something begins later, such as a hook, dropout or a "
+            "schedule in the model or the optimizer\n  --check_steps 0 trains without this check"
         )
 
     def _tolerance(self, key: Key, expected: Step) -> float:
@@ -114,8 +108,7 @@ class AfterSaves:
         records = ["--log_every", "1", "--save_every", "0", "--check_every", "0", "--report_to", ""]
         places = ["--output_dir", str(folder), "--resume_from_checkpoint", str(path.absolute())]
         command = [sys.executable, *sys.argv, *sizes, *records, *places]
-        environment = variables_of_one_process()
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, env=variables_of_one_process(), stdout=output, stderr=subprocess.STDOUT)
         self._with.callback(process.wait)
         self._with.callback(process.kill)
         self._process, self._folder = process, folder

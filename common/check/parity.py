@@ -218,7 +218,8 @@ class ParityCheck:
 
     def _rehearse_step(self, number: int, micro_batches: Sequence[Batch]) -> StepResult:
         """A later step of a rehearsal, compared with one process."""
-        own, result = self._observer.step(self.engine, number, micro_batches, evaluates=False, modules=None)
+        evaluates = number == self._rehearsed[0] and not self._first_pass.moves
+        own, result = self._observer.step(self.engine, number, micro_batches, evaluates, modules=None)
         steps, rehearsal = self.group.all_gather(own), self._rehearsal
         line = None if rehearsal is None else rehearsal.line(steps, self.layout, number)
         if line := self.group.broadcast(line):

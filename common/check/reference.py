@@ -28,7 +28,7 @@ from ..step.setup import Setup
 from ..stopping import signals
 from ..weights.on_disk import with_full_weights
 from ..weights.shards import checkpoint_tensors
-from .first_pass import FirstPass
+from .first_pass import FirstPass, evaluate_batch
 from .modules import ModuleTrace
 from .sketch import BLOCK, Sketch, random_signs
 from .trace import Observer, Step
@@ -99,6 +99,8 @@ class ReferenceRun:
                     self.is_low = self.is_low or modules.is_low
                 else:
                     engine.step(number, micro_batches, wants_norm=False)
+                if change is not None and plan.evaluates(number + 1):  # the run does: what this moves on is noise
+                    evaluate_batch(model, lambda _, *given: engine.evaluate(*given), micro_batches[0], number)
                 self.seconds = min(self.seconds, time.monotonic() - began)
             if afterwards is not None:
                 afterwards(engine, micro_batches[-1])

@@ -36,6 +36,8 @@ class Block(nn.Module):
             wide = wide * (2 / wide.norm(dim=-1, keepdim=True)).clamp(max=1)
         if what == "units" and self.training:  # from the first step on
             self.active += (wide.detach() > 0).sum()
+        if what == "ramp" and is_late():
+            wide = wide * torch.linspace(1, 0.2, wide.shape[-1])
         if what == "mean_of_samples" and self.training and is_late():
             self.active.copy_(wide.detach().mean())
         self.activity = wide.pow(2).mean(-1)
@@ -55,12 +57,16 @@ class LateNet(nn.Module):
         hidden = first = self.stem(x)
         if what == "early_exit" and hidden.norm() < 1e9:
             return self.head(hidden).squeeze(-1)
+        kept = list[Tensor]()
         for number, block in enumerate(self.blocks):
             if what != "skipped_layer" or number != 1:
                 hidden = block(hidden, self.what)
+                kept.append(block.activity)
+            if what == "between":  # the stages of a pipeline
+                hidden = 0.9 * hidden
         if what == "skip_connection":
             hidden = hidden + torch.where(first > 0, first, 0)
-        self.penalty: Any = 0.0
+        self.penalty: Any = sum(kept) if what == "list" else 0.0
         if what in ("activity", "size"):
             name = "activity" if what == "activity" else "size"
             self.penalty = sum(getattr(block, name) for block in self.blocks)
@@ -135,6 +141,9 @@ def main(config: Config) -> None:
         model.register_forward_hook(partial(hook, model=model))
     if config.what == "clipping":
         optimizer.register_step_pre_hook(partial(clip, model=model))
+    if config.what == "captured_weights":  # which FSDP2 replaces
+        shrinks = [*model.parameters()]
+        optimizer.register_step_pre_hook(lambda *others: [each.data.mul_(0.9) for each in shrinks if is_late()])
     if config.what in ("norm_in_step", "noise_in_step"):
         optimizer.register_step_pre_hook(partial(shrink, what=config.what))
     values = partial(forward_step, whole=model, captured=[*model.parameters()])
