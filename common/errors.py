@@ -105,8 +105,7 @@ def first_line(error: BaseException) -> str:
 
 def place_of(error: BaseException) -> str | None:
     """The file and line of the recipe's own code that raised the error, or called the code that did; or None."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if is_own(frame.filename)]
+    own = [frame for frame in traceback.extract_tb(error.__traceback__) if is_own(frame.filename)]
     return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else None
 
 

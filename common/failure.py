@@ -93,9 +93,8 @@ def end(error: BaseException) -> NoReturn:
     failure = first_failure(error)
     sys.stdout.flush()
     if failure.is_mine:
-        trace = "" if needs_no_traceback(error) else trace_of(error)
         # One write: between two, another process could write into the line.
-        sys.stderr.write(f"{failure.line}\n{trace}")
+        sys.stderr.write(f"{failure.line}\n{'' if needs_no_traceback(error) else trace_of(error)}")
         sys.stderr.flush()
     else:
         # When one process ends, torchrun ends the others: the first failure must be printed before that.

@@ -29,7 +29,7 @@ from accelerate_recipes import Schedule, UsageError, fit, flag, parameter_groups
 from accelerate_recipes.common.data import Batch
 from accelerate_recipes.common.tasks.metrics.class_metrics import Confusion, average_precision, weights_of_classes
 from accelerate_recipes.common.tasks.models.encoder import freeze_key_biases
-from accelerate_recipes.common.tasks.models.pretrained import load
+from accelerate_recipes.common.tasks.models.pretrained import freeze_unused, load
 from accelerate_recipes.common.tasks.reading.labelled import config_of_classes, names_of, with_classes
 from accelerate_recipes.common.tasks.reading.mixture import Sources
 from accelerate_recipes.common.tasks.vision.augmentation import AugmentationFlags
@@ -99,8 +99,10 @@ def build(config: Config, classes: list[str]) -> tuple[Any, Preprocessing]:
     if path := config.model_name_or_path:
         read = partial(load, AutoModelForImageClassification, path, "image classifier", reads=None)
         model = with_classes(read, path, classes)[0]
+        form = Preprocessing.of(path)
+        freeze_unused(model, pixel_values=torch.zeros(1, 3, form.size, form.size))
         freeze_key_biases(model)
-        return model, Preprocessing.of(path)
+        return model, form
     if config.image_size % config.patch_size or config.hidden_size % config.num_heads:
         raise UsageError(
             f"--patch_size {config.patch_size} must divide --image_size {config.image_size}, and --num_heads "
@@ -128,7 +130,8 @@ def main(config: Config) -> Callable[[], None] | None:
     model, form = build(config, sources.train.classes)
     classes = names_of(model.config)  # a pretrained head that has these classes keeps its order
     if config.freeze_backbone:
-        model.base_model.requires_grad_(False)
+        model.requires_grad_(False)
+        [*model.children()][-1].requires_grad_(True)  # the head
     optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)
     several, parts = sources.train.has_several, [part.reorder(classes) for part, _ in sources.parts.values()]
     weights = weights_of_classes(config.class_weights, parts, bool(config.mixup or config.cutmix))

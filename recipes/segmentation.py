@@ -30,7 +30,7 @@ from transformers import AutoModelForSemanticSegmentation, SegformerConfig, Segf
 from accelerate_recipes import Schedule, fit, flag, parameter_groups, print_once, run, start
 from accelerate_recipes.common.data import Batch, Examples, Metrics
 from accelerate_recipes.common.tasks.models.encoder import freeze_key_biases
-from accelerate_recipes.common.tasks.models.pretrained import exported_pipeline, load
+from accelerate_recipes.common.tasks.models.pretrained import exported_pipeline, freeze_unused, load
 from accelerate_recipes.common.tasks.reading.image_decoding import Opener
 from accelerate_recipes.common.tasks.reading.labelled import config_of_classes, names_of, with_classes
 from accelerate_recipes.common.tasks.reading.mixture import Sources
@@ -129,6 +129,7 @@ def build(config: Config, classes: list[str]) -> tuple[Any, Preprocessing]:
         model = with_classes(read, path, classes)[0]
         print_once("frozen: the statistics of BatchNorm")
         form = Preprocessing.of(path)
+        freeze_unused(model, pixel_values=torch.zeros(1, 3, form.size, form.size))
     else:
         width, three = config.hidden_size, {"sr_ratios": [2, 1, 1], "num_attention_heads": [1, 2, 4]}
         three |= {"hidden_sizes": [width, 2 * width, 4 * width], "depths": [config.num_layers] * 3}

@@ -38,9 +38,8 @@ class Config:
 
     @property
     def precision(self) -> str:
-        """The mixed_precision: "no", "fp16", "bf16" or another word."""
-        fallback = "fp16" if self.values.get("fp16") is True else "no"  # a key of old files
-        return str(self.values.get("mixed_precision") or fallback)
+        """The mixed_precision: "no", "fp16", "bf16" or another word; old files have the key fp16."""
+        return str(self.values.get("mixed_precision") or ("fp16" if self.values.get("fp16") is True else "no"))
 
     @property
     def num_machines(self) -> int:

@@ -36,8 +36,7 @@ def best(metric: str, curve: Curve) -> tuple[int, float] | None:
     finite = [(step, value) for step, value in curve if value is not None]
     if not finite or not metric.startswith(("train/", "eval/")):
         return None
-    pick = min if lower_is_better(metric) else max
-    return pick(finite, key=lambda point: point[1])
+    return (min if lower_is_better(metric) else max)(finite, key=lambda point: point[1])
 
 
 def throughput(run: Run) -> float | None:

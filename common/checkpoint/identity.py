@@ -99,8 +99,7 @@ def _digest(value: Any) -> str:
 
 def known_by(plan: Plan) -> list[int]:
     """The ids of the training samples by which a checkpoint identifies the data: 16 that the run draws."""
-    drawn = range(plan.num_samples) if plan.sampler is None else plan.epoch_order(0).tolist()
-    return _some(drawn, NUM_SAMPLES)
+    return _some(range(plan.num_samples) if plan.sampler is None else plan.epoch_order(0).tolist(), NUM_SAMPLES)
 
 
 def other_sample(here: Facts, there: Facts) -> tuple[str, str] | None:

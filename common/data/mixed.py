@@ -43,8 +43,7 @@ class Mixture(ConcatDataset):
             if OF in name or "/" in name:
                 raise UsageError(f"a source has the name {name}", "leave out @ and /, which the names of metrics use")
         if weights is not None:
-            total = sum(weights.values())
-            shares = [weights[name] / total for name in self.names]
+            shares = [weights[name] / sum(weights.values()) for name in self.names]
             length = (max if repeats else min)(size / share for size, share in zip(self.sizes, shares))
             self.counts = [int(share * length + 1e-6) for share in shares]  # samples of each in an epoch
             if 0 in self.counts:

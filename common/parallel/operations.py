@@ -74,7 +74,8 @@ class Operations(OperationTrace):
             name = f"{schema.name.removeprefix('aten::')}{dims or ''}"
             name = "attention" if "scaled_dot_product" in name else name  # kernels differ with the mask and the device
             self.note(name, (args, kwargs))
-            origins = Origins([f"{name}({', '.join(sorted(origins))})"])
+            again = [origin for origin in origins if origin.startswith(f"{name}(")]  # as a cache grows token by token
+            origins = Origins(again or [f"{name}({', '.join(sorted(origins))})"])
         self.mark((result, args[:1] if schema.is_mutable else ()), origins)
         return result
 

@@ -65,8 +65,7 @@ class SequenceGroup:
         from torch.distributed._functional_collectives import all_to_all_single_autograd
 
         parts = values.unflatten(1, (self.size, -1)).movedim(1, 0)
-        received = all_to_all_single_autograd(parts.contiguous(), None, None, self._group)
-        return received.movedim(0, 2).flatten(2, 3)
+        return all_to_all_single_autograd(parts.contiguous(), None, None, self._group).movedim(0, 2).flatten(2, 3)
 
     def total(self, own: Tensor) -> Tensor:
         """The sum of a value over the group, in each process. Its gradient is that of this process's share."""

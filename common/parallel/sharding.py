@@ -17,8 +17,7 @@ def without_effect(policy: object, min_num_params: object) -> list[str]:
     """The keys of fsdp_config that choose layers differently, from the values of its fsdp_auto_wrap_policy and
     fsdp_min_num_params: None if it has none, but Accelerate's launcher makes 100,000,000 of the latter."""
     is_set = str(min_num_params) not in ("None", "", "100000000")
-    by_policy = policy in ("NO_WRAP", "SIZE_BASED_WRAP")
-    return ["fsdp_auto_wrap_policy"] * by_policy + ["fsdp_min_num_params"] * is_set
+    return ["fsdp_auto_wrap_policy"] * (policy in ("NO_WRAP", "SIZE_BASED_WRAP")) + ["fsdp_min_num_params"] * is_set
 
 
 def gathers_again(layout: Layout) -> bool:

@@ -219,8 +219,7 @@ def entry_of(
     for path, module in entry.named_modules():
         for key, weight in module._parameters.items():
             if weight is not None:
-                name = f"{path}.{key}".lstrip(".")
-                module._parameters[key] = Absent.weight(weight, name, device, dtype)
+                module._parameters[key] = Absent.weight(weight, f"{path}.{key}".lstrip("."), device, dtype)
 
     entry.get_submodule(next(iter(chain)))._call_impl = _leave  # type: ignore[method-assign]
     return entry

@@ -39,7 +39,9 @@ def flags_of(data: Path, folder: Path) -> str:
     return f"--data {data} {columns} --prefix '{PREFIX}' --model_name_or_path {folder / 'model'} --max_target_length 8"
 
 
-@pytest.mark.parametrize(("kind", "measure"), [("t5", "bleu"), pytest.param("bart", "rouge", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("kind", "measure"), [("t5", "bleu"), ("m2m_100", "bleu"), pytest.param("bart", "rouge", marks=pytest.mark.full)]
+)
 def test_losses_texts_and_measures_are_those_of_others(tmp_path: Path, data: Path, kind: str, measure: str) -> None:
     import sacrebleu
     from rouge_score.rouge_scorer import RougeScorer

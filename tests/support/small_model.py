@@ -75,6 +75,12 @@ def write_encoder_decoder(folder: Path, kind: str) -> tuple[Any, Any]:
     if kind == "t5":
         shape = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
         model = hf.T5ForConditionalGeneration(hf.T5Config(**shape, **ids, dropout_rate=0.0))
+    elif kind == "m2m_100":
+        shape = {f"{part}_{what}": value for part in ("encoder", "decoder") for what, value in
+                 {"layers": 2, "attention_heads": 4, "ffn_dim": 64, "layerdrop": 0.0}.items()}  # fmt: skip
+        config = hf.M2M100Config(**shape, **ids, d_model=32, dropout=0.0, attention_dropout=0.0, init_std=0.2,
+                                 max_position_embeddings=64, bos_token_id=tokenizer.bos_token_id)  # fmt: skip
+        model = hf.M2M100ForConditionalGeneration(config)
     else:
         shape = {f"{part}_{what}": value for part in ("encoder", "decoder") for what, value in
                  {"layers": 2, "attention_heads": 4, "ffn_dim": 64}.items()}  # fmt: skip

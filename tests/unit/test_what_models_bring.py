@@ -14,16 +14,20 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    Dinov2Config,
+    Dinov2ForImageClassification,
     GPT2Config,
     GPT2ForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
     XLNetConfig,
     XLNetForSequenceClassification,
 )
 
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.tasks.models.causal_lm import load_pretrained
-from accelerate_recipes.common.tasks.models.encoder import load_encoder, pad_texts, word_tokenizer
-from accelerate_recipes.common.tasks.models.pretrained import load
+from accelerate_recipes.common.tasks.models.encoder import always_mask, load_encoder, pad_texts, word_tokenizer
+from accelerate_recipes.common.tasks.models.pretrained import freeze_unused, load
 from accelerate_recipes.common.weights.on_disk import materialize, on_disk
 from support.small_model import write_encoder, write_model
 
@@ -211,3 +215,31 @@ def test_load_reads_no_tokenizer_where_there_is_none(tmp_path: Path) -> None:
     write_encoder(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     assert load(AutoModel, str(tmp_path), "encoder", reads=None)[1] is None
+
+
+def test_what_the_forward_pass_does_not_use_is_frozen() -> None:
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+    model = Dinov2ForImageClassification(Dinov2Config(**shape, num_labels=3))
+    freeze_unused(model, pixel_values=torch.zeros(1, 3, 16, 16))
+    frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
+    assert frozen == ["dinov2.embeddings.mask_token"]
+    freeze_unused(model, input_ids=torch.zeros(1, 4, dtype=torch.long))  # which it does not take
+    assert [name for name, weight in model.named_parameters() if not weight.requires_grad] == frozen
+
+
+def test_attention_gets_a_mask_with_and_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the operations would depend on the batch, which a plan for tensor parallelism does not allow."""
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    model = LlamaForSequenceClassification(LlamaConfig(**shape, vocab_size=32, pad_token_id=0)).eval()
+    always_mask(model)
+    attention, masks = F.scaled_dot_product_attention, list[bool]()
+
+    def noted(*args: Any, attn_mask: Any = None, **options: Any) -> torch.Tensor:
+        masks.append(attn_mask is not None)
+        return attention(*args, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    tokens = torch.tensor([[3, 4, 5, 6]])
+    for mask in ([[1, 1, 1, 1]], [[1, 1, 1, 0]]):
+        model(input_ids=tokens, attention_mask=torch.tensor(mask))
+    assert masks == [True, True]

@@ -46,8 +46,7 @@ class PairDataset(Dataset):
         return len(self.rows) // 2
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        both = [shift(self.rows[2 * index + side]) for side in (0, 1)]
-        tokens, labels = zip(*both)
+        tokens, labels = zip(*[shift(self.rows[2 * index + side]) for side in (0, 1)])
         places = [find_trained_places(side) for side in labels]
         sample = {"tokens": _columns(tokens, 0), "labels": _columns(labels, IGNORED), "places": _columns(places, -1)}
         names = "reference_chosen", "reference_rejected"

@@ -166,8 +166,7 @@ def _match_images(shown: list[dict[str, Any]], images: list[Any]) -> list[Any]:
         if own is None:
             if others := sorted(part.keys() - {"type", "index", *PATHS}):
                 raise UsageError(f'an image has {others[0]}: expected {{"type": "image", "path": "a file"}}')
-            rest = left if "index" not in part else iter(images[max(0, part["index"]) :])
-            own = next(rest, None)
+            own = next(iter(images[max(0, part["index"]) :]) if "index" in part else left, None)
         found.append(own)
     is_left = next(left, None) is not None and not any("index" in part for part in shown)
     if is_left or any(image is None for image in found):

@@ -259,8 +259,7 @@ def _in_chunks(head: nn.Module, hidden: Tensor, labels: Tensor, num_chunks: int,
         return values(hidden.flatten(0, 1), labels.flatten())
     parts = zip(hidden.flatten(0, 1).tensor_split(num_chunks), labels.flatten().tensor_split(num_chunks))
     # The backward pass computes a chunk again, up to the loss; it computes no metric twice.
-    each = [checkpoint(values, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
-    return torch.cat(each, 1)
+    return torch.cat([checkpoint(values, *part, use_reentrant=False, preserve_rng_state=False) for part in parts], 1)
 
 
 @torch.no_grad()
@@ -278,8 +277,7 @@ def _head_alone_makes_logits(model: PreTrainedModel) -> bool:
 @torch.no_grad()
 def _check_documents_are_apart(model: PreTrainedModel) -> None:
     """Raises UsageError if a document has different logits in a packed sample than alone."""
-    vocabulary = model.get_input_embeddings().num_embeddings
-    first, second = torch.arange(14).remainder(vocabulary).split([6, 8])
+    first, second = torch.arange(14).remainder(model.get_input_embeddings().num_embeddings).split([6, 8])
     positions = torch.cat([torch.arange(len(first)), torch.arange(len(second))])
     pair = torch.stack([torch.cat([first, second]), torch.cat([first.flip(0), second])])
     reason = "lets a conversation see the one before it"

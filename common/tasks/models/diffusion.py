@@ -99,8 +99,7 @@ class DiT(nn.Module):
 
 def waves(times: Tensor) -> Tensor:
     """Times (batch,) as values of waves (batch, 2 × FREQUENCIES), in float32."""
-    periods = torch.arange(FREQUENCIES, device=times.device) / 4
-    angles = math.pi / 2 * times.float().unsqueeze(1) * 2**periods
+    angles = math.pi / 2 * times.float().unsqueeze(1) * 2 ** (torch.arange(FREQUENCIES, device=times.device) / 4)
     return torch.cat([angles.sin(), angles.cos()], dim=1)
 
 

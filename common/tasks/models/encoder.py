@@ -15,7 +15,6 @@ from transformers import (
     AutoConfig,
     AutoTokenizer,
     BertConfig,
-    BertForMaskedLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
@@ -27,7 +26,7 @@ from ...data.collate import Padding, pad_to_longest
 from ...environment import print_once
 from ...errors import UsageError
 from ..reading.labelled import config_of_classes, names_of
-from .pretrained import exported_folder, load, runnable
+from .pretrained import exported_folder, freeze_unused, load, runnable
 
 PAD, UNKNOWN, FIRST, MASK = "[PAD]", "[UNK]", "[CLS]", "[MASK]"
 
@@ -79,7 +78,7 @@ def small_bert(
         if classes is not None and there != classes:
             raise UsageError(f"the classes are {', '.join(there)} in {folder}, and {', '.join(classes)} in the data")
         return model, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    return model, word_tokenizer(texts, config.vocabulary, masks=isinstance(model, BertForMaskedLM))
+    return model, word_tokenizer(texts, config.vocabulary, masks="MaskedLM" in type(model).__name__)
 
 
 def load_encoder(kind: Any, name_or_path: str, max_length: int, **options: Any) -> tuple[PreTrainedModel, Any]:
@@ -107,6 +106,9 @@ def load_encoder(kind: Any, name_or_path: str, max_length: int, **options: Any) 
         raise UsageError(
             f"--max_length {max_length} exceeds the model's {longest} positions: use --max_length {longest}"
         )
+    tokens = torch.tensor([tokenizer("a a")["input_ids"]])
+    target = {"decoder_input_ids": tokens} if model.config.is_encoder_decoder and model.can_generate() else {}
+    freeze_unused(model, input_ids=tokens, **target)
     freeze_key_biases(model)
     always_mask(model)
     return model, tokenizer
@@ -116,8 +118,8 @@ def always_mask(model: PreTrainedModel) -> None:
     """Gives PyTorch's attention a mask for each batch. transformers leaves it out where no text is padded, and reads
     from the device for that in each forward pass. config.json does not get the name."""
 
-    def mask(*args: Any, allow_is_bidirectional_skip: bool = True, **kwargs: Any) -> Tensor | None:
-        return sdpa_mask(*args, allow_is_bidirectional_skip=False, **kwargs)
+    def mask(*args: Any, **kwargs: Any) -> Tensor | None:
+        return sdpa_mask(*args, **kwargs | {"allow_is_bidirectional_skip": False, "allow_is_causal_skip": False})
 
     if model.config._attn_implementation == "sdpa" and model._supports_attention_backend:
         AttentionInterface.register("masked_sdpa", sdpa_attention_forward)

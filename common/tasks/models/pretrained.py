@@ -4,7 +4,7 @@ import copy
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, init_empty_weights
 from tokenizers import Tokenizer
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.quantizers import AutoQuantizationConfig
@@ -22,11 +22,13 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from ...environment import print_once
 from ...errors import UsageError, first_line
 from ...files import check_is_pulled
+from ...step.guards import graph_of, leaves_of
 from ...weights.on_disk import WeightFiles, leave_on_disk, materialize, on_disk, with_random_weights
 from .tokenization import tokenizer_of
 
 TYPES = ("F64", "F32", "F16", "BF16")  # of safetensors, whose numbers are the weights themselves
 SCALED = ("F8_E4M3", "F8_E5M2")  # each comes with its scales
+LARGE = 700_000_000  # weights
 PLAIN = "use the path of the model from which it was made, with weights in float32, bfloat16 or float16"
 
 
@@ -269,6 +271,18 @@ def _left_on_disk(model: PreTrainedModel, folder: WeightFiles) -> bool:
     except Exception:  # such as a constructor that reads its weights, or a weight that is not there
         return False
     return not any(tensor.is_meta for tensor in model.buffers())
+
+
+def freeze_unused(model: PreTrainedModel, **inputs: Tensor) -> None:
+    """Freezes weights on which the first output for these inputs does not depend: DDP and FSDP2 wait for a gradient of
+    each. Leaves large models as they are, and those that do not take the inputs: the run will say so."""
+    if model.num_parameters() > LARGE:  # the copy reads weights that may be on disk
+        return
+    with suppress(Exception):
+        copied = copy.deepcopy(model).eval()
+        used = leaves_of(graph_of([copied(**inputs)[0]]))
+        for name in [name for name, weight in copied.named_parameters() if used and weight not in used]:
+            model.get_parameter(name).requires_grad_(False)
 
 
 @contextmanager

@@ -63,8 +63,7 @@ class Entities:
     of one word, O is none. `classes` are the tags in the order of their numbers, `types` those of entities."""
 
     def __init__(self, classes: list[str]):
-        pairs = [(name[0], name[2:]) if MARK.match(name) else ("S", name) for name in classes]
-        marks, kinds = zip(*pairs)
+        marks, kinds = zip(*[(name[0], name[2:]) if MARK.match(name) else ("S", name) for name in classes])
         self.types = sorted({*kinds} - {"O"})
         numbers = {"O": 0} | {kind: number for number, kind in enumerate(self.types, start=1)}
         self.kinds = torch.tensor([numbers[kind] for kind in kinds])

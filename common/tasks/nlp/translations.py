@@ -5,6 +5,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from ...data.sets import ListDataset
 from ...errors import UsageError
@@ -37,7 +38,10 @@ class Translations(ListDataset):
         self.targets, self.samples = [pairs[row][1].strip() for row in kept], []
         for row in kept:
             source, labels = (torch.tensor(each["input_ids"][row]) for each in (sources, targets))
-            begun = model.prepare_decoder_input_ids_from_labels(labels=labels[None])[0]
+            if hasattr(model, "prepare_decoder_input_ids_from_labels"):
+                begun = model.prepare_decoder_input_ids_from_labels(labels=labels[None])[0]
+            else:  # M2M100 and NLLB, for example
+                begun = F.pad(labels[:-1], (1, 0), value=model.config.decoder_start_token_id)
             sample = {"input_ids": source, "decoder_input_ids": begun, "labels": labels, "weight": float(len(labels))}
             self.samples.append(sample)
 

@@ -64,8 +64,7 @@ class Opener:
         if image.has_transparency_data:
             _scale_key(image, raw)
             image = image.convert("LA") if image.mode == "La" else image
-            paper = Image.new("RGBA", image.size, "white")
-            image = Image.alpha_composite(paper, image.convert("RGBA"))
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
         image = image.convert("L" if is_grey else "RGB")
         if has_palette:  # of greys, perhaps
             red, green, blue = (band.tobytes() for band in image.split())

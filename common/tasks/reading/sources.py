@@ -64,8 +64,7 @@ def divide(parts: list[list[Row]], one_in: int = HELD_OUT) -> list[list[Row]]:
     """[training rows, evaluation rows]; of one part alone the rest and the held-out rows, like `hold_out`, in order."""
     if len(parts) > 1:
         return parts
-    ids = hold_out(len(parts[0]), one_in)
-    return [[parts[0][number] for number in each.sort().values.tolist()] for each in ids]
+    return [[parts[0][number] for number in each.sort().values.tolist()] for each in hold_out(len(parts[0]), one_in)]
 
 
 def load_tables(
