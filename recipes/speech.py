@@ -134,12 +134,12 @@ def build(config: Config, parts: list[Labelled]) -> tuple[Any, Any, Any]:
 
 def predict(config: Config, path: str) -> None:
     """Prints what the exported model hears in a recording."""
-    task = "audio-classification" if config.target == "class" else "automatic-speech-recognition"
-    hear, recording = pretrained.exported_pipeline(task, config.output_dir), recordings.open_recording(path, path)
-    wave = recordings.wave_for(hear.feature_extractor, recording)
+    kind = transformers.AutoConfig.from_pretrained(pretrained.exported_folder(config.output_dir)).architectures[0]
+    task = "audio-classification" if "Classification" in kind else "automatic-speech-recognition"
+    hear = pretrained.exported_pipeline(task, config.output_dir)
+    wave = recordings.wave_for(hear.feature_extractor, recordings.open_recording(path, path))
     found = hear({"raw": wave, "sampling_rate": hear.feature_extractor.sampling_rate})
-    is_text = isinstance(found, dict)
-    print_once(found["text"] if is_text else "\n".join(f"{one['label']}: {one['score']:.1%}" for one in found))
+    print_once(found["text"] if "text" in found else "\n".join(f"{it['label']}: {it['score']:.1%}" for it in found))
 
 
 def main(config: Config) -> None:
@@ -169,9 +169,9 @@ def main(config: Config) -> None:
     is_ctc = not model.config.is_encoder_decoder
     errors = ErrorRates(tokenizer, is_ctc) if tokenizer else None
     kind: Any = transformers.Wav2Vec2Processor if is_ctc else transformers.WhisperProcessor
-    options: dict[str, Any] = {"examples": errors.rates} if errors else {}
+    options: dict[str, Any] = {"collate_fn": pad_to_longest({"text": -100, "labels": -100})}
+    options |= {"examples": errors.rates} if errors else {}
     options |= {"export": pretrained.export_of(model, kind(extractor, tokenizer) if tokenizer else extractor)}
-    options |= {"collate_fn": pad_to_longest({"text": -100, "labels": -100})}
     forward_step = make_forward_step(extractor.model_input_names[0], errors, model.config)
     fit(accelerator, model, optimizer, forward_step, *sources.sets(heard), config, **options)
 

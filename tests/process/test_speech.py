@@ -106,9 +106,7 @@ def test_classes(tmp_path: Path, folder: Path) -> None:
     best = [hear({"raw": soundfile.read(path, dtype="float32")[0], "sampling_rate": RATE})[0] for path in files("test")]
     right = [path.parent.name == found["label"] for path, found in zip(files("test"), best)]
     assert run.column("eval/accuracy")[-1] == pytest.approx(float(numpy.mean(right)), abs=1e-6)
-    first = fork(run.output_dir, "single", SCRIPT, f"--target class --predict {files('test')[0]}").stdout.splitlines()[
-        0
-    ]
+    first = fork(run.output_dir, "single", SCRIPT, f"--predict {files('test')[0]}").stdout.splitlines()[0]
     assert first == f"{best[0]['label']}: {best[0]['score']:.1%}"
 
 
