@@ -54,8 +54,7 @@ def show(as_json: AsJson = False) -> None:
 
 def read_recipe(path: Path) -> dict[str, str]:
     """A recipe's docstring: name, "what" it does, its lines "Data:", "Expect:" and "Time:", and its first command."""
-    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    what, _, rest = text.partition("\n\n")
+    what, _, rest = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n\n")
     command = re.search(r"^ +(accelerate launch .*)$", rest, re.MULTILINE)
     lines = {label.lower(): _paragraph(rest, f"{label}:") for label in ("Data", "Expect", "Time")}
     return {"name": path.stem, "what": _one_line(what), **lines, "command": command[1] if command else ""}

@@ -21,7 +21,7 @@ Origins = frozenset[str]  # the operations, and layers, that a tensor comes from
 
 
 class Operations(OperationTrace):
-    """Notes in `found` the operations on the outputs of divided layers, except elementwise ones."""
+    """Notes in `found` the operations on the outputs of divided layers, except elementwise ones of these alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,8 +66,8 @@ class Operations(OperationTrace):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        schema = function._schema
-        if self._inside or not (origins := self.of(tree_leaves((args, kwargs)))):
+        schema, given = function._schema, [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        if self._inside or not (origins := self.of(given)):
             return result
         if torch.Tag.pointwise not in function.tags:
             dims = [value for argument, value in zip(schema.arguments, args) if argument.name.startswith("dim")]
@@ -76,6 +76,8 @@ class Operations(OperationTrace):
             self.note(name, (args, kwargs))
             again = [origin for origin in origins if origin.startswith(f"{name}(")]  # as a cache grows token by token
             origins = Origins(again or [f"{name}({', '.join(sorted(origins))})"])
+        elif any(each.shape[-1:] == result.shape[-1:] > (1,) and each not in self.origins for each in given):
+            self.note(f"{schema.name.removeprefix('aten::')} with a tensor of its own", (args, kwargs))
         self.mark((result, args[:1] if schema.is_mutable else ()), origins)
         return result
 

@@ -109,6 +109,7 @@ class Stage(nn.Module):
     run: Run
     shape: tuple[torch.Size, torch.dtype] | None = None  # of the hidden states that the next stage expects
     running: "Stage | None" = None  # of the stages of this process, the one whose pass began last
+    _states: list[Any] | None = None  # of the generators, before the first layer of a pass
     others: Mapping[Tensor, str] = {}  # {weight of the other stage here: its name}, to look for in a pass
 
     def __init__(self, model: nn.Module, cut: Cut, index: int, device: torch.device):
@@ -142,7 +143,7 @@ class Stage(nn.Module):
         """What `run` returns, in the last stage; in others the hidden states with which the pass leaves this stage.
         `received` are those with which it enters, but the first. Raises UsageError if the pass needs more."""
         self._received, self._num_given, self._has_gradients = received, 0, torch.is_grad_enabled()
-        Stage.running = self
+        Stage.running, self._states = self, None
         with in_front(bool(self._before)):
             values = self.run(self.model) if self.is_last else leave_before_layers(self.run, self.model)
         if self._before and self._num_given != 1:
@@ -178,7 +179,7 @@ class Stage(nn.Module):
 
     def _after_draws(self, *args: Any) -> None:
         is_again = torch._C._current_graph_task_id() != -1  # activation checkpointing, in the backward pass
-        if not is_again and generator_states(self._device) != self._states:
+        if not is_again and self._states not in (None, generator_states(self._device)):
             raise draws(type(self.model).__name__)
 
     def _give(self, *args: Any, **named: Any) -> Tensor:

@@ -167,8 +167,7 @@ def check_same_start(
 def _sample(tensor: Tensor) -> str:
     """Shape, dtype and up to 64 evenly spaced elements, as text."""
     flat = tensor.detach().flatten()
-    values = flat[:: max(1, flat.numel() // 64)][:64]
-    return f"{tuple(tensor.shape)} {tensor.dtype} {values.tolist()}"
+    return f"{tuple(tensor.shape)} {tensor.dtype} {flat[:: max(1, flat.numel() // 64)][:64].tolist()}"
 
 
 def _digest(batch: Batch) -> str:
