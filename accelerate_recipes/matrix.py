@@ -37,6 +37,7 @@ _SEQUENCE = ("sequence_parallel", "fsdp2_sequence_parallel")
 # (words of a run's line, configs, recipes that they do not support); of two rows for a pair, the later one counts.
 _NOT_SUPPORTED = (
     ("has no tp_plan", _TENSOR, ["mnist", "linear_regression", "segmentation"]),
+    ("has no tp_plan, and none can be derived", _TENSOR[1:], ["masked_lm"]),
     ("cannot divide sequences", _SEQUENCE, _NOT_CAUSAL),
     ("has no list of layers", PIPELINES, ["linear_regression"]),
     ("has two chains of layers", PIPELINES, ["translation"]),

@@ -191,8 +191,7 @@ def larger(case: Case, plan: Estimate, script: Path, flags: Sequence[str], gpu: 
     """The largest micro-batch that fits, like `alternatives`; empty if the case's own is the largest."""
     run = plan.run
     sizes = [run.micro_batch_size * 2**power for power in range(run.accumulation.bit_length() - 1, 0, -1)]
-    cases = _of_sizes(case, sizes, run.micro_batch_size * run.accumulation)
-    return _first_that_fit([cases], script, flags, gpu)
+    return _first_that_fit([_of_sizes(case, sizes, run.micro_batch_size * run.accumulation)], script, flags, gpu)
 
 
 def _of_sizes(case: Case, sizes: Sequence[int], number: int) -> list[tuple[str, Case]]:
