@@ -39,6 +39,7 @@ def test_a_fault_after_the_first_steps_is_found(
     flags = ["--output_dir", "run", "--divides", "--seed", "3", "--overwrite_output_dir"]
     command = [*ACCELERATE_LAUNCH, "--config_file", "ours.yaml", "--main_process_port", "0", str(DRIFTS), *flags]
     run = execute(command, tmp_path, tmp_path / "run")
+    assert run.card["checked_steps"] == 2
     assert run.exit_code and "DDP does not give the result of one process: in step 9, " in run.stderr  # of a rehearsal
     run = execute([*command, "--check_steps", "0"], tmp_path, tmp_path / "run")
     assert run.exit_code == 0 and run.checkpoints[-1] == 9  # in silence
