@@ -30,12 +30,12 @@ class Grid:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """{axis: its size}, from the outermost to the innermost, without those of one process."""
+        """{axis: its size}, from the outermost to the innermost, without those of one process; FSDP2 alone has one."""
         layout = self.layout
         shards = max(1, layout.dp_shard // layout.sp)  # FSDP2 also divides among those that share a sample
         replicas = layout.data_parallel_size // shards
         sizes = {"dp_replicate": replicas, "dp_shard": shards, "pp": layout.pp, "sp": layout.sp, "tp": layout.tp}
-        return {axis: size for axis, size in sizes.items() if size > 1}
+        return {axis: size for axis, size in sizes.items() if size > 1} or {"dp_shard": shards}
 
     @cached_property
     def mesh(self) -> "DeviceMesh":

@@ -129,6 +129,15 @@ def test_processes_and_accumulation_only_divide_the_batch(
     assert_same_result(run, reference(script, arguments))
 
 
+@pytest.mark.parametrize("config", ["fsdp2", pytest.param("deepspeed_zero3", marks=pytest.mark.full)])
+def test_one_process_is_a_shard_that_is_whole(tmp_path: Path, reference: Callable[..., Run], config: str) -> None:
+    """As on a machine with one GPU, whose config asks for shards."""
+    script, arguments = RECIPES["mnist mlp"]
+    run = fork(tmp_path / "run", config, script, arguments, num_processes=1)
+    assert run.card["parallelism"] != "no parallelism"
+    assert_same_result(run, reference(script, arguments))
+
+
 @pytest.mark.parametrize(
     "config",
     [
