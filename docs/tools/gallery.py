@@ -99,7 +99,7 @@ def page(recipe: dict[str, str], folder: Path) -> str:
     card = read_card(folder)
     date = datetime.fromtimestamp((folder / "run.json").stat().st_mtime, UTC).date()
     hardware = card["hardware"]
-    machine = ", ".join(hardware["gpus"]) or f"CPU, {hardware['cores']} cores (not yet run on a GPU)"
+    machine = ", ".join(hardware["gpus"]) or f"CPU, {hardware['cores']} cores"
     versions = ", ".join(f"{name} {number}" for name, number in card["versions"].items())
     metrics = {name: value for name, value in card["last_metrics"].items() if name.startswith("eval/")}
     rows = {

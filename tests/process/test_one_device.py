@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from support.launching import execute
 from support.runs import ROOT
 
 LEASE = str(ROOT / "tests/gpu/lease.py")
@@ -27,6 +28,26 @@ def rehearsed(monkeypatch: pytest.MonkeyPatch, file: Path, *arguments: str) -> l
     monkeypatch.setattr(sys, "argv", [LEASE, "--output", str(file), *arguments])
     runpy.run_path(LEASE, run_name="__main__")
     return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+GATHERS = """
+import torch
+from torch import distributed as dist
+from support.one_device import ThroughTheCpu
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+with ThroughTheCpu(copies_all=True):
+    sent, received, share = torch.arange(24.0).view(1, 3, 8), torch.empty(24), torch.empty(4, 6)
+    dist.all_gather_into_tensor(received, sent)
+    dist.reduce_scatter_tensor(share, sent)
+assert received.tolist() == share.flatten().tolist() == sent.flatten().tolist()
+"""
+
+
+def test_shapes_that_nccl_takes_and_gloo_does_not(tmp_path: Path) -> None:
+    """Accelerate gathers into a flat tensor on GPUs, and into a list on the CPU."""
+    run = execute([sys.executable, "-c", GATHERS], tmp_path, tmp_path, {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"})
+    assert run.exit_code == 0, run.stderr
 
 
 @pytest.mark.full
