@@ -153,7 +153,7 @@ _noting: list[list[str]] = []  # lists of files; only the last one grows
 @cache
 def _listen() -> None:
     def note(event: str, given: tuple) -> None:
-        if _noting and event == "open" and given[2] & (os.O_WRONLY | os.O_RDWR):
+        if _noting and event == "open" and given[2] & (os.O_WRONLY | os.O_RDWR) and not isinstance(given[0], int):
             path = str(given[0])
             _noting[-1] += [path] * (".pyc" not in path and not path.startswith("/dev/"))
 
@@ -162,7 +162,7 @@ def _listen() -> None:
 
 @contextmanager
 def _noted_files(files: list[str]) -> Iterator[None]:
-    """Adds to a list the files that Python opens for writing in the `with` block."""
+    """Adds to a list the files that Python opens for writing in the `with` block; a number is a pipe that is open."""
     _listen()
     _noting.append(files)
     try:

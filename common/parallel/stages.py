@@ -110,6 +110,7 @@ class Stage(nn.Module):
     shape: tuple[torch.Size, torch.dtype] | None = None  # of the hidden states that the next stage expects
     running: "Stage | None" = None  # of the stages of this process, the one whose pass began last
     _states: list[Any] | None = None  # of the generators, before the first layer of a pass
+    _returned: Tensor | None = None  # by the last layer
     others: Mapping[Tensor, str] = {}  # {weight of the other stage here: its name}, to look for in a pass
 
     def __init__(self, model: nn.Module, cut: Cut, index: int, device: torch.device):
@@ -120,16 +121,13 @@ class Stage(nn.Module):
         self.layers, self._received, self._num_given = layers[start:stop], torch.empty(0), 0
         self._before, self._device = names[start - 1] if start else "", device
         self.layers[0].register_forward_pre_hook(self._before_draws, prepend=True)
-        self.layers[-1].register_forward_hook(self._after_draws)
         here = {module for layer in self.layers for module in layer.modules()}
         for number, (name, layer) in enumerate(zip(names, layers)):
             if not start <= number < stop:
                 nothing = partial(_nothing, name)
                 forward = _leave if number >= stop else self._give if number == start - 1 else nothing
                 _make_absent(name, layer, partial(self._in_its_pass, name, forward), cut, here, device)
-        self._absent: list[
-            tuple[dict[str, Any], str, Absent]
-        ] = []  # the weights of a module, a name, what stands there
+        self._absent: list[tuple[dict[str, Any], str, Absent]] = []  # (a module's weights, a name, what stands there)
         for name in (name for name, stages in cut.stages_of.items() if index not in stages):
             owner, _, key = name.rpartition(".")
             module = model.get_submodule(owner)
@@ -143,16 +141,18 @@ class Stage(nn.Module):
         """What `run` returns, in the last stage; in others the hidden states with which the pass leaves this stage.
         `received` are those with which it enters, but the first. Raises UsageError if the pass needs more."""
         self._received, self._num_given, self._has_gradients = received, 0, torch.is_grad_enabled()
-        Stage.running, self._states = self, None
+        Stage.running, self._states, self._returned = self, None, None
         with in_front(bool(self._before)):
             values = self.run(self.model) if self.is_last else leave_before_layers(self.run, self.model)
+        if self._returned is not None and (self._returned is not values or values._version != self._version):
+            raise _other_path("changes the hidden states between two layers")  # both stages would do it
+        self._returned = None  # torch may exchange a tensor to which nothing else refers
         if self._before and self._num_given != 1:
             raise _other_path(f"calls {self._before} {self._num_given} times")
         if self.others and torch.is_grad_enabled():
             for weight in leaves_of(graph_of([values])) & self.others.keys():
-                raise Absent(weight, self.others[weight]).refusal(
-                    f"uses {self.others[weight]}, besides the hidden states"
-                )
+                name = self.others[weight]
+                raise Absent(weight, name).refusal(f"uses {name}, besides the hidden states")
         refuse_absent(values, "its values" if self.is_last else "the hidden states of the next stage")
         if self.is_last or self.shape is None:
             return values
@@ -166,7 +166,9 @@ class Stage(nn.Module):
         return forward(*args, **named)
 
     def name_all(self) -> None:
-        """Puts placeholders in the model where weights of other stages were, once its own weights are divided."""
+        """Puts placeholders where weights of other stages were, once its own weights are divided, and looks at what the
+        last layer returns after all hooks."""
+        self.layers[-1].register_forward_hook(self._after_draws)
         for weights, key, placeholder in self._absent:
             weights[key] = placeholder
 
@@ -177,8 +179,10 @@ class Stage(nn.Module):
     def _before_draws(self, *args: Any) -> None:
         self._states = generator_states(self._device)
 
-    def _after_draws(self, *args: Any) -> None:
+    def _after_draws(self, layer: nn.Module, given: Any, output: Any) -> None:
         is_again = torch._C._current_graph_task_id() != -1  # activation checkpointing, in the backward pass
+        hidden = output if isinstance(output, Tensor) else output[0]
+        self._returned, self._version = None if self.is_last else hidden, hidden._version
         if not is_again and self._states not in (None, generator_states(self._device)):
             raise draws(type(self.model).__name__)
 
@@ -200,7 +204,9 @@ def draws(name: str) -> UsageError:
 
 def _other_path(what: str) -> UsageError:
     return UsageError(
-        f"a pass of forward_step {what}, where the pipeline was cut by passes that call it once", f"use {FALLBACK}"
+        f"a pass of forward_step {what}, where the pipeline was cut by passes that call each layer once, with what the "
+        "layer before returned",
+        f"use {FALLBACK}",
     )
 
 

@@ -154,12 +154,7 @@ class _Pending:
     """Counts that are not read yet: processes with a stop request, processes with a non-finite number."""
 
     def __init__(
-        self,
-        step: int | None,
-        stops: bool,
-        values: list[torch.Tensor | float],
-        group: CpuGroup,
-        device: torch.device,
+        self, step: int | None, stops: bool, values: list[torch.Tensor | float], group: CpuGroup, device: torch.device
     ):
         self.step, self._stops, self._group = step, stops, group
         self._event: torch.Event | None = None

@@ -44,6 +44,10 @@ BEGINS: dict[tuple[str, str], str | None] = {
     **{("activity", config): f".activity, {OTHER}" for config in PIPELINES},
     ("size", "pipeline_parallel"): f".size, {OTHER}",
     ("skip_connection", "pipeline_parallel"): OTHER,
+    **{
+        ("between", config): "a pass of forward_step changes the hidden states between two layers"
+        for config in PIPELINES
+    },
     ("skipped_layer", "interleaved"): f"calls blocks.1 0 {SEVERAL}",
     ("second_view", "pipeline_parallel"): f"calls blocks.1 2 {SEVERAL}",
     ("target", "zbv"): f"calls blocks.2 2 {SEVERAL}",
@@ -71,15 +75,15 @@ BEGINS: dict[tuple[str, str], str | None] = {
     ("number", "pipeline_parallel"): "branches on blocks.0.up.weight",
     ("norm_in_a_hook", "pipeline_parallel"): OTHER,
     ("clipping", "pipeline_parallel"): "into another tensor: another stage of the pipeline has that",
-    ("activity", "tensor_parallel"): "in step 4 a pass computes the values of forward_step of mean",
+    ("activity", "tensor_parallel"): "in step 4 a pass computes add with a tensor of its own of mean",
     ("cap", "tensor_parallel"): "linalg_vector_norm",
     ("dropout", "tensor_parallel"): "in step 4 a pass computes",
     ("units", "tensor_parallel"): "process 1's blocks.0.active differs from the processes before it",
     ("skipped_layer", "ddp"): "no pass of this step uses blocks.1.norm.weight, as earlier steps did, and DDP waits for",
     ("penalty", "tensor_parallel"): "TP 2 cannot train this: RuntimeError",
-    # What nothing watches, the last step of a short rehearsal shows.
-    **{(what, "pipeline_parallel"): f"{ONE}: in step 6" for what in ("between", "list")},
+    ("list", "pipeline_parallel"): f"activity, {OTHER}",
     ("ramp", "tensor_parallel"): "in step 4 a pass computes mul with a tensor of its own of blocks.0.up",
+    # What nothing watches, the last step of a short rehearsal shows.
     ("captured_weights", "fsdp2"): f"{ONE}: in step 6",
     ("captured_weights", "ddp"): None,
 }

@@ -2,8 +2,10 @@
 
 import itertools
 import random
+import subprocess
 import types
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -11,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate_recipes.common.alone.kept import Changes, kept
+from accelerate_recipes.common.alone.kept import Changes, _noted_files, kept
 
 CPU = torch.device("cpu")
 CALLS = 0
@@ -128,3 +130,11 @@ def test_data_that_is_shared_is_named() -> None:
         pass
     assert {*changes.sharing} == {"0.weight", "2.weight"}
     assert changes == Changes(sharing=changes.sharing)
+
+
+def test_a_pipe_is_not_a_file_that_a_pass_writes(tmp_path: Path) -> None:
+    found = list[str]()
+    with _noted_files(found):
+        subprocess.run(["true"], input=b"text", check=True)
+        (tmp_path / "notes.txt").write_text("text")
+    assert found == [str(tmp_path / "notes.txt")]

@@ -58,6 +58,8 @@ def test_stages_hold_what_they_use_and_compute_what_the_model_does() -> None:
     assert names[0] | names[1] == {*whole.state_dict(), "scale"} and "scale" in names[0]
     assert cut.stages_of["lm_head.weight"] == {0, 1}
     whole.load_state_dict({**first.model.state_dict(), **last.model.state_dict()}, strict=False)
+    for stage in (first, last):
+        stage.name_all()
     with torch.no_grad():
         hidden = first(torch.empty(0))
         assert last(hidden).equal(last.run(whole)) and not last(hidden + 1).equal(last.run(whole))

@@ -117,6 +117,11 @@ def clip(optimizer: Any, *others: Any, model: nn.Module) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
 
+def shrink_weights(*others: Any, weights: list[Tensor]) -> None:
+    for weight in weights if is_late() else ():
+        weight.data.mul_(0.9)
+
+
 def shrink(optimizer: Any, *others: Any, what: str) -> None:
     """Changes gradients by their norms, or by random numbers."""
     for weight in (weight for group in optimizer.param_groups for weight in group["params"] if is_late()):
@@ -142,8 +147,7 @@ def main(config: Config) -> None:
     if config.what == "clipping":
         optimizer.register_step_pre_hook(partial(clip, model=model))
     if config.what == "captured_weights":  # which FSDP2 replaces
-        shrinks = [*model.parameters()]
-        optimizer.register_step_pre_hook(lambda *others: [each.data.mul_(0.9) for each in shrinks if is_late()])
+        optimizer.register_step_pre_hook(partial(shrink_weights, weights=[*model.parameters()]))
     if config.what in ("norm_in_step", "noise_in_step"):
         optimizer.register_step_pre_hook(partial(shrink, what=config.what))
     values = partial(forward_step, whole=model, captured=[*model.parameters()])

@@ -50,9 +50,7 @@ class ChatFlags(LoraFlags):
 
 
 def load_chat_model(
-    config: ChatFlags,
-    small: Callable[[int, str], tuple[PreTrainedModel, Any]],
-    kind: Any = AutoModelForCausalLM,
+    config: ChatFlags, small: Callable[[int, str], tuple[PreTrainedModel, Any]], kind: Any = AutoModelForCausalLM
 ) -> tuple[PreTrainedModel, Any]:
     """(the pretrained model of the flags, of a kind as in `load_pretrained`, or a small one that `small` makes from
     `--max_length` and `--attention`; its tokenizer or processor, with a template). Raises UsageError for wrong
