@@ -87,7 +87,7 @@ class Absent(Tensor):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> "Absent":
-        if requires_grad != self.is_trained:
+        if requires_grad != self.is_trained and getattr(self, "_is_param", False):
             raise self.refusal(f"changes requires_grad of {self.origin} after fit began")
         return self
 

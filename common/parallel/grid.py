@@ -70,7 +70,8 @@ class Grid:
         layout = self.layout
         ranks = numpy.arange(layout.num_processes).reshape(-1, layout.pp, layout.sp * layout.tp).swapaxes(0, 1)
         grid = ranks.reshape(layout.pp, -1, layout.ep)
-        mesh = self._patient(DeviceMesh(self.device.type, grid, mesh_dim_names=("pp", "replicas", "experts")))
+        # As lists: of an array that is not contiguous, DeviceMesh takes other ranks (torch 2.13).
+        mesh = self._patient(DeviceMesh(self.device.type, grid.tolist(), mesh_dim_names=("pp", "replicas", "experts")))
         return mesh["replicas", "experts"]
 
 
