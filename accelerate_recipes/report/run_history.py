@@ -83,8 +83,7 @@ class Run:
     @cached_property
     def metrics(self) -> list[str]:
         """The names of all values in the records, in the order in which they appear."""
-        names = dict.fromkeys(name for record in self.records for name in record if name not in _NOT_PLOTTED)
-        return list(names)
+        return [*dict.fromkeys(name for record in self.records for name in record if name not in _NOT_PLOTTED)]
 
     def curve(self, metric: str) -> Curve:
         """A metric over the steps of the run."""

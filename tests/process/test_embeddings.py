@@ -11,7 +11,7 @@ from accelerate_recipes.common.tasks.reading.sources import hold_out
 from support.launching import fork
 from support.recipes import RECIPES
 from support.runs import TOLERANCE, assert_same_result, largest_difference, refused
-from support.small_model import write_embedder, write_encoder
+from support.small_model import write_embedder, write_encoder, write_encoder_decoder
 
 SCRIPT, ARGUMENTS = RECIPES["embeddings"]
 WORDS = [f"{first}{second}" for first in ("ba", "de", "fi", "go", "lu") for second in ("k", "l", "m", "n", "r", "s")]
@@ -54,6 +54,19 @@ def test_exported_encoder_finds_the_answer(tmp_path: Path, source: str) -> None:
         assert hits.sum() >= 0.9 * len(WORDS) - 1  # all but the held-out tenth
     again = fork(tmp_path / "run", "single", SCRIPT, f"{flags} --evaluate_only")
     assert f"eval/loss {run.column('eval/loss')[-1]:.4g}"[:13] in again.stdout
+
+
+def test_of_t5_only_the_encoder_trains(tmp_path: Path) -> None:
+    from transformers import T5EncoderModel
+
+    write_pairs(tmp_path / "pairs.csv")
+    write_encoder_decoder(tmp_path / "t5", "t5")
+    flags = f"--data {tmp_path}/pairs.csv --query_column question --document_column answer --batch_size 16"
+    flags += f" --model_name_or_path {tmp_path / 't5'} --max_steps 4 --log_every 1"
+    run = fork(tmp_path / "run", "ddp", SCRIPT, flags)
+    assert_same_result(run, fork(tmp_path / "one", "single", SCRIPT, flags))
+    _, found = T5EncoderModel.from_pretrained(run.output_dir / "model", output_loading_info=True)
+    assert not found["missing_keys"]
 
 
 def write_rows(path: Path) -> None:

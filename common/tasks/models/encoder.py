@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -149,10 +150,8 @@ def pad_texts(model: PreTrainedModel, tokenizer: Any) -> Padding:
     usual = tokenizer.pad_token_id
 
     def values(pad: int, left: int, right: int) -> Tensor:
-        padded, mask = (
-            F.pad(each, (left, right), value=value) for each, value in ((tokens, pad), (torch.ones_like(tokens), 0))
-        )
-        return model(input_ids=padded, attention_mask=mask)[0]
+        padded = partial(F.pad, pad=(left, right))
+        return model(input_ids=padded(tokens, value=pad), attention_mask=padded(torch.ones_like(tokens)))[0]
 
     ways = [way for way in ((usual, 0, 2), (model.config.pad_token_id, 0, 2), (usual, 2, 0)) if way[0] >= 0]
     fitting = ways[:1]
