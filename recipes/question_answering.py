@@ -112,7 +112,8 @@ def build(config: Config, parts: list[list[Question]]) -> tuple[Any, Any]:
     if path := config.model_name_or_path:
         trust = {"trust_remote_code": config.trust_remote_code}
         model, tokenizer = load_encoder(AutoModelForQuestionAnswering, path, config.max_length, **trust)
-        if not isinstance(getattr(model, "qa_outputs", None), nn.Linear):
+        head = getattr(model, "qa_outputs", getattr(model, "classifier", None))  # the second in ModernBERT
+        if not isinstance(head, nn.Linear) or head.out_features != 2:
             raise UsageError(
                 f"{type(model).__name__} does not give two scores for each token: use a BERT or a similar encoder"
             )
@@ -121,7 +122,8 @@ def build(config: Config, parts: list[list[Question]]) -> tuple[Any, Any]:
         model, tokenizer = small_bert(config, BertForQuestionAnswering, texts)
         # It shifts all logits alike, so its gradient nearly cancels out, and Adam would turn rounding into steps.
         model.bert.encoder.layer[-1].output.LayerNorm.bias.requires_grad_(False)
-    model.qa_outputs.bias.requires_grad_(False)  # for the same reason
+        head = model.qa_outputs
+    head.bias.requires_grad_(False)  # for the same reason
     return model, tokenizer
 
 

@@ -10,7 +10,7 @@ import torch
 from support import peers
 from support.launching import fork
 from support.recipes import RECIPES
-from support.runs import largest_difference, refused
+from support.runs import assert_same_result, largest_difference, refused
 from support.small_model import write_bert
 
 SCRIPT, ARGUMENTS = RECIPES["question answering"]
@@ -124,6 +124,22 @@ def test_the_exported_model_is_asked(tmp_path: Path, data: Path) -> None:
     assert line == "error: --predict asks about a text: use --context with the path of its file"
     line = refused(fork(tmp_path / "other", "single", SCRIPT, asked, succeeds=False))
     assert line == f"error: no model in {tmp_path}/other/model: train first (the same command without --predict)"
+
+
+def test_modernbert_has_its_head_under_another_name(tmp_path: Path, data: Path) -> None:
+    from transformers import AutoModelForQuestionAnswering, ModernBertConfig, ModernBertForMaskedLM
+
+    _, tokenizer = write_model(tmp_path / "bert")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id", "pad_token_id"), 0)
+    config = ModernBertConfig(vocab_size=64, **sizes, **ids)
+    for model in (ModernBertForMaskedLM(config), tokenizer):
+        model.save_pretrained(tmp_path / "modernbert")
+    flags = f"--data {data} --max_steps 4 --batch_size 16 --log_every 1 --model_name_or_path {tmp_path / 'modernbert'}"
+    run = fork(tmp_path / "run", "fsdp2", SCRIPT, flags)
+    assert_same_result(run, fork(tmp_path / "one", "single", SCRIPT, flags))
+    _, found = AutoModelForQuestionAnswering.from_pretrained(run.output_dir / "model", output_loading_info=True)
+    assert not found["missing_keys"] and not found["unexpected_keys"]
 
 
 @pytest.mark.full
