@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForImageClassification, BertConfig, ViTConfig, ViTForImageClassification
+from transformers import AutoModelForImageClassification, BertConfig, PvtConfig, ViTConfig, ViTForImageClassification
 
 from accelerate_recipes.common.data.facts import count_by_class
 from accelerate_recipes.common.tasks.models.pretrained import load
@@ -113,3 +113,7 @@ def test_transformers_takes_what_the_config_says_of_classes(classes: list[str]) 
     config = BertConfig(**config_of_classes(classes))
     assert names_of(config) == classes
     assert config.problem_type == (None if len(classes) == 1 else "single_label_classification")
+
+
+def test_a_config_that_does_not_count_its_classes() -> None:
+    assert PvtConfig(**config_of_classes(["cat", "dog"])).num_labels == 2  # 1,000 by itself
