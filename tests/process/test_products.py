@@ -155,7 +155,9 @@ def collectives(product: Product, num_micro_batches: int, stage: int) -> Counter
 @pytest.mark.parametrize(
     "product",
     [
-        pytest.param(each, id=f"{number}-{each.title}", marks=[] if each in OFTEN else pytest.mark.full)
+        pytest.param(
+            each, id=f"{number}-{each.title}", marks=pytest.mark.every_case if each in OFTEN else pytest.mark.full
+        )
         for number, each in enumerate([*OFTEN, *RARE])
     ],
 )

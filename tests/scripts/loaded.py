@@ -13,6 +13,7 @@ from transformers import LlamaForCausalLM  # noqa: F401  # so does this one
 
 from accelerate_recipes import RunConfig, fit, parameter_groups, run, start
 from accelerate_recipes.common.data import Batch
+from accelerate_recipes.common.parallel.absent import Absent
 from accelerate_recipes.common.tasks.models.causal_lm import load_pretrained, with_losses
 from accelerate_recipes.common.tasks.nlp.text import TokenDataset
 
@@ -48,7 +49,8 @@ def main(config: Config) -> None:
     def forward_step(given: nn.Module, batch: Batch) -> dict[str, Tensor]:
         if accelerator.num_processes > 1 and not is_done.is_set():  # not a rehearsal of stages
             is_done.set()
-            weights = {id(weight): getattr(weight, "_local_tensor", weight).nbytes for weight in model.parameters()}
+            here = [weight for weight in model.parameters() if not isinstance(weight, Absent)]
+            weights = {id(weight): getattr(weight, "_local_tensor", weight).nbytes for weight in here}
             text = f"{peak[0] - before} {sum(weights.values())}"
             (config.output_dir / f"loaded_{accelerator.process_index}.txt").write_text(text)
         return {"loss": given(batch["tokens"], batch["labels"])}
