@@ -49,7 +49,7 @@ DRAWN: dict[tuple[str, str], str | None] = {
     ("optimizer clips_gradients", "deepspeed_zero2"): "the update of stem.weight differs",
     ("optimizer clips_weights", "deepspeed_zero3"): "the update of stem.weight differs",
     ("optimizer rates_by_attribute", "fsdp2"): "the update of stem.weight differs",
-    ("model counter", "ddp"): "the forward pass changes mean, and each process sees different samples",
+    ("model counter", "ddp"): "the forward pass changes mean, but each process sees different samples",
     ("model max_norm", "fsdp2"): "the forward pass changes extra.weight",
     ("model unused_layer", "ddp"): "does not use extra.weight",
     ("model unused_layer", "deepspeed_zero2"): "does not use extra.weight",
