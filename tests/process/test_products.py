@@ -152,12 +152,17 @@ def collectives(product: Product, num_micro_batches: int, stage: int) -> Counter
     return +found
 
 
+def marks_of(product: Product) -> list[pytest.MarkDecorator]:
+    """Pipelines and products of three axes run in each `make test`: where they break, nothing else shows it."""
+    if product in RARE:
+        return [pytest.mark.full]
+    return [pytest.mark.every_case] * (product.size("pipeline of") > 1 or product.title.count("×") > 1)
+
+
 @pytest.mark.parametrize(
     "product",
     [
-        pytest.param(
-            each, id=f"{number}-{each.title}", marks=pytest.mark.every_case if each in OFTEN else pytest.mark.full
-        )
+        pytest.param(each, id=f"{number}-{each.title}", marks=marks_of(each))
         for number, each in enumerate([*OFTEN, *RARE])
     ],
 )
