@@ -47,9 +47,8 @@ class Operations(OperationTrace):
                 if name in kinds:
                     is_column = kinds[name] in PACKED or ENDS.get(kinds[name], ("", "sum"))[1] == "keep"
                     leave = partial(self._leave, name, is_column, kinds[name] == NORM_OF_HEADS)
-                    stack.callback(
-                        module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True).remove
-                    )
+                    enter = module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
+                    stack.callback(enter.remove)
                     stack.callback(module.register_forward_hook(leave, with_kwargs=True).remove)
             stack.enter_context(self)
             yield
@@ -58,9 +57,7 @@ class Operations(OperationTrace):
         self.note(name, (args, named))
         self._inside += 1
 
-    def _leave(
-        self, name: str, is_column: bool, is_norm: bool, module: nn.Module, args: Any, named: Any, output: Any
-    ) -> None:
+    def _leave(self, name: str, is_column: bool, is_norm: bool, _: Any, args: Any, named: Any, output: Any) -> None:
         self._inside -= 1
         self.mark(output, self.of(tree_leaves((args, named))) if is_norm else Origins([name] * is_column))
 
@@ -76,6 +73,8 @@ class Operations(OperationTrace):
             self.note(name, (args, kwargs))
             again = [origin for origin in origins if origin.startswith(f"{name}(")]  # as a cache grows token by token
             origins = Origins(again or [f"{name}({', '.join(sorted(origins))})"])
+        elif all("(" in each for each in origins):  # its last dimension may be another: T5's biases have keys there
+            pass
         elif any(each.shape[-1:] == result.shape[-1:] > (1,) and each not in self.origins for each in given):
             self.note(f"{schema.name.removeprefix('aten::')} with a tensor of its own", (args, kwargs))
         self.mark((result, args[:1] if schema.is_mutable else ()), origins)

@@ -75,7 +75,7 @@ BEGINS: dict[tuple[str, str], str | None] = {
     ("number", "pipeline_parallel"): "branches on blocks.0.up.weight",
     ("norm_in_a_hook", "pipeline_parallel"): OTHER,
     ("clipping", "pipeline_parallel"): "into another tensor: another stage of the pipeline has that",
-    ("activity", "tensor_parallel"): "in step 4 a pass computes add with a tensor of its own of mean",
+    ("activity", "tensor_parallel"): "in step 4 a pass computes the values of forward_step of mean",
     ("cap", "tensor_parallel"): "linalg_vector_norm",
     ("dropout", "tensor_parallel"): "in step 4 a pass computes",
     ("units", "tensor_parallel"): "process 1's blocks.0.active differs from the processes before it",
