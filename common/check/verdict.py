@@ -44,8 +44,7 @@ def verdict(
     values = where == "forward" or any(what in ("value", "eval") for what, _ in gaps)
     at_once = values and number == min(reference.steps)
     only_weights = not values and not where and ("norm", "") not in gaps
-    asked = getattr(setup.accelerator, "asked", {})
-    causes = _causes_in_the_recipe(first_pass, reference.changes, asked, gaps)
+    causes = _causes_in_the_recipe(first_pass, reference.changes, getattr(setup.accelerator, "asked", {}), gaps)
     cause = _cause_in_a_sample(steps, reference.steps[number]) or next(causes, None)
     if cause is None and at_once:
         cause = _cause_of_values(where, first_pass.draws, layout)

@@ -105,8 +105,7 @@ class Padding:
                 batch[name] = default_collate(column)
                 continue
             if self.mask is not None and self.mask not in batch and self.mask not in samples[0]:
-                ones = [torch.ones(len(tensor), dtype=torch.int64) for tensor in column]
-                batch[self.mask] = self._pad(ones, 0)
+                batch[self.mask] = self._pad([torch.ones(len(tensor), dtype=torch.int64) for tensor in column], 0)
             batch[name] = self._pad(column, (self.padding or {}).get(name, 0))
         return batch
 

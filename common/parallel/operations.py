@@ -73,9 +73,9 @@ class Operations(OperationTrace):
             self.note(name, (args, kwargs))
             again = [origin for origin in origins if origin.startswith(f"{name}(")]  # as a cache grows token by token
             origins = Origins(again or [f"{name}({', '.join(sorted(origins))})"])
-        elif all("(" in each for each in origins):  # its last dimension may be another: T5's biases have keys there
-            pass
-        elif any(each.shape[-1:] == result.shape[-1:] > (1,) and each not in self.origins for each in given):
+        elif not all("(" in each for each in origins) and any(
+            each.shape[-1:] == result.shape[-1:] > (1,) and each not in self.origins for each in given
+        ):  # what a transpose returns may have another last dimension: T5's biases have keys there
             self.note(f"{schema.name.removeprefix('aten::')} with a tensor of its own", (args, kwargs))
         self.mark((result, args[:1] if schema.is_mutable else ()), origins)
         return result

@@ -120,7 +120,7 @@ class Stage(nn.Module):
         start, stop = cut.bounds[index : index + 2]
         self.layers, self._received, self._num_given = layers[start:stop], torch.empty(0), 0
         self._before, self._device = names[start - 1] if start else "", device
-        self.layers[0].register_forward_pre_hook(self._before_draws, prepend=True)
+        self.layers[0].register_forward_pre_hook(self._before_layers, prepend=True)
         here = {module for layer in self.layers for module in layer.modules()}
         for number, (name, layer) in enumerate(zip(names, layers)):
             if not start <= number < stop:
@@ -168,7 +168,7 @@ class Stage(nn.Module):
     def name_all(self) -> None:
         """Puts placeholders where weights of other stages were, once its own weights are divided, and looks at what the
         last layer returns after all hooks."""
-        self.layers[-1].register_forward_hook(self._after_draws)
+        self.layers[-1].register_forward_hook(self._after_layers)
         for weights, key, placeholder in self._absent:
             weights[key] = placeholder
 
@@ -176,15 +176,16 @@ class Stage(nn.Module):
         """The weights of this stage, for which the schedules of torch look in the graph."""
         return (weight for weight in super().parameters(recurse) if not isinstance(weight, Absent))
 
-    def _before_draws(self, *args: Any) -> None:
+    def _before_layers(self, *args: Any) -> None:
         self._states = generator_states(self._device)
 
-    def _after_draws(self, layer: nn.Module, given: Any, output: Any) -> None:
+    def _after_layers(self, layer: nn.Module, given: Any, output: Any) -> None:
         is_again = torch._C._current_graph_task_id() != -1  # activation checkpointing, in the backward pass
-        hidden = output if isinstance(output, Tensor) else output[0]
-        self._returned, self._version = None if self.is_last else hidden, hidden._version
         if not is_again and self._states not in (None, generator_states(self._device)):
             raise draws(type(self.model).__name__)
+        if not is_again and not self.is_last:
+            self._returned = output if isinstance(output, Tensor) else output[0]
+            self._version = self._returned._version
 
     def _give(self, *args: Any, **named: Any) -> Tensor:
         Absent.in_front = False

@@ -145,7 +145,8 @@ class OutputDir:
         except FileExistsError:  # a file, or a link that leads nowhere
             raise UsageError(f"--output_dir {self.path} is not a folder: use another") from None
         except Timeout:
-            raise UsageError(f"another run writes to {self.path}: wait, or use another --output_dir") from None
+            line = f"another run writes to {self.path}: wait for it, or use another --output_dir"
+            raise UsageError(line) from None
         self._check_earlier()
         for left in self.path.glob("run.json.*"):  # by a process that was killed
             left.unlink(missing_ok=True)

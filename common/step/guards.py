@@ -146,8 +146,7 @@ def check_same_start(
             facts[f"sample {place} of the {kind} set"] = _digest(fetch(dataset, [place]))
         if kind != "training" and facts[f"sample 0 of the {kind} set"] != _digest(fetch(dataset, [0])):
             changing = kind
-    digest = hashlib.sha256(repr(facts).encode()).hexdigest()
-    digests, found = zip(*group.all_gather((digest, changing)))
+    digests, found = zip(*group.all_gather((hashlib.sha256(repr(facts).encode()).hexdigest(), changing)))
     for kind in filter(None, found):
         raise UsageError(
             f"sample 0 of the {kind} set changes when it is read again: draw from the generators of torch, numpy or "

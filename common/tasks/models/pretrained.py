@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator, init_empty_weights
 from tokenizers import Tokenizer
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForTextEncoding, AutoTokenizer, PreTrainedModel
+from transformers import MODEL_FOR_TEXT_ENCODING_MAPPING, AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.quantizers import AutoQuantizationConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, logging
@@ -71,8 +71,8 @@ def load(
         _check_settings(Path(name_or_path))
         tokenizer = reads.from_pretrained(tokenizer_path, **trust) if reads else None
         config = AutoConfig.from_pretrained(name_or_path, **trust)
-        if kind is AutoModel and type(config) in AutoModelForTextEncoding._model_mapping:
-            kind = AutoModelForTextEncoding  # of T5 only the encoder
+        if kind is AutoModel and config.is_encoder_decoder and type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING:
+            kind = MODEL_FOR_TEXT_ENCODING_MAPPING[type(config)]  # of T5 only the encoder
         options |= (dequantized := _undo_quantization(config))
         model, info = kind.from_pretrained(name_or_path, device_map={"": "meta"}, **options)
         folder = WeightFiles(files_of(name_or_path))  # they are here now
