@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -92,13 +92,12 @@ class Launch:
 
     def run(self, folder: Path, *flags: str) -> Finished:
         """Runs to the end."""
-        with self._start(folder, flags) as process:
-            output = process.communicate()[0]
-        return _finished(folder, process.returncode, output)
+        done = subprocess.run(**self._asked(folder, flags))
+        return _finished(folder, done.returncode, done.stdout)
 
     def run_until(self, is_enough: Callable[[Path], bool], folder: Path, *flags: str) -> Finished:
         """Runs until the output folder holds enough, or to the end. A killed run's folder becomes that of one done."""
-        with self._start(folder, flags) as process, ThreadPoolExecutor(1) as reader:
+        with subprocess.Popen(**self._asked(folder, flags)) as process, ThreadPoolExecutor(1) as reader:
             output = reader.submit(process.communicate)  # meanwhile, as the pipe may fill
             while not (stops := is_enough(folder)) and not output.done():
                 time.sleep(0.05)
@@ -119,7 +118,7 @@ class Launch:
         for _ in range(3):
             after = random.randint(2, max(2, num_steps // 2))
             shutil.rmtree(folder, ignore_errors=True)
-            with self._start(folder, tuple(saves)) as process:
+            with subprocess.Popen(**self._asked(folder, saves)) as process:
                 while process.poll() is None and not read_card(folder):
                     time.sleep(0.01)
                 processes = _tree(process.pid)  # now, because the search takes longer than steps of a small model
@@ -131,16 +130,17 @@ class Launch:
                 return killed, self.run(folder, *saves, "--resume_from_checkpoint", "latest")
         raise UsageError("the run ended before it could be killed: use a larger --steps")
 
-    def _start(self, folder: Path, flags: tuple[str, ...]) -> subprocess.Popen[str]:
+    def _asked(self, folder: Path, flags: Iterable[str]) -> dict[str, Any]:
+        """The arguments of `subprocess`."""
         words = [*self.options, str(self.script), *self.flags, *flags, "--output_dir", str(folder)]
-        return subprocess.Popen(
-            [*LAUNCH, "--config_file", str(self.config), *words],
-            env=os.environ | {"PYTHONUNBUFFERED": "1"},  # a run that is killed has printed all
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            encoding="utf-8",
-            errors="replace",
-        )
+        return {
+            "args": [*LAUNCH, "--config_file", str(self.config), *words],
+            "env": os.environ | {"PYTHONUNBUFFERED": "1"},  # a run that is killed has printed all
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+            "encoding": "utf-8",
+            "errors": "replace",
+        }
 
 
 def _finished(folder: Path, exit_code: int, output: str) -> Finished:

@@ -94,7 +94,7 @@ CASES = {
 
 @pytest.mark.parametrize(
     "case",
-    [each if each in ("negatives", "adapters") else pytest.param(each, marks=pytest.mark.full) for each in CASES],
+    [each if each == "negatives" else pytest.param(each, marks=pytest.mark.full) for each in CASES],
 )
 def test_one_result(tmp_path: Path, case: str) -> None:
     """Losses, measures and weights, under processes, shards and accumulation."""

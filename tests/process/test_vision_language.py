@@ -34,9 +34,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return lambda family: root / family if (root / family).exists() else write(family, root / family)
 
 
-OFTEN = [("qwen2_vl", "fsdp2"), ("smolvlm", "ddp")]
+OFTEN = [("qwen2_vl", "fsdp2")]
 RARE = [
-    *(("gemma3", "tensor_parallel"), ("llava", "deepspeed_zero3")),
+    *(("smolvlm", "ddp"), ("gemma3", "tensor_parallel"), ("llava", "deepspeed_zero3")),
     *((family, config) for family in ("qwen2_vl", "qwen2_5_vl", "smolvlm", "llava") for config in
       ("hsdp", "deepspeed_zero2", "fsdp2_tensor_parallel")),
     *((family, config) for family in ("qwen3_vl", "gemma3", "idefics2") for config in

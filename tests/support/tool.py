@@ -32,8 +32,8 @@ def fork_processes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(importlib.import_module(name), "subprocess", forking)
 
 
-def _run(command: list[str], env: dict[str, str], stderr: int | None = None, **_: Any) -> SimpleNamespace:
-    run = fork_command(command, Path.cwd(), env)
+def _run(args: list[str], env: dict[str, str], stderr: int | None = None, **_: Any) -> SimpleNamespace:
+    run = fork_command(args, Path.cwd(), env)
     if stderr == subprocess.STDOUT:
         return SimpleNamespace(returncode=run.exit_code, stdout=run.stdout + run.stderr)
     return SimpleNamespace(returncode=run.exit_code, stdout=run.stdout, stderr=run.stderr)
