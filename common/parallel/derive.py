@@ -107,8 +107,7 @@ class _Passes:
     def pairs(self) -> list[tuple[set[str], set[str]]]:
         """(columns, rows), those with most weights first. The columns' outputs go only to the rows, which get nothing
         else. Layers of a kind are together: one may pass on to the next what depends on its heads."""
-        found: dict[Any, tuple[set[str], set[str]]] = {}
-        seen = set[str]()
+        found, seen = dict[Any, list[tuple[set[str], set[str]]]](), set[str]()
         for start, sources in self._sources.items():
             rows, columns, before = {start}, set(sources), -1
             while before < len(rows) + len(columns) and OUTPUT not in rows:
@@ -118,21 +117,21 @@ class _Passes:
             if start in seen or not columns or OUTPUT in rows or columns & rows or (columns | rows) & self.shared:
                 continue
             seen |= rows
-            like = found.setdefault((*(frozenset(map(kind_of, end)) for end in (columns, rows)),), (set(), set()))
-            if not (columns | rows) & (like[0] | like[1]):
-                like[0].update(columns)
-                like[1].update(rows)
+            groups = found.setdefault((*(frozenset(map(kind_of, end)) for end in (columns, rows)),), [])
+            like = next((each for each in groups if not (columns | rows) & (each[0] | each[1])), (set(), set()))
+            groups += [like] * (like not in groups)
+            like[0].update(columns)
+            like[1].update(rows)
         sizes = {name: layer.weight.numel() for name, layer in self.layers.items()}
-        return sorted(found.values(), key=lambda pair: -sum(sizes[name] for name in pair[0] | pair[1]))
+        return sorted(sum(found.values(), []), key=lambda pair: -sum(sizes[name] for name in pair[0] | pair[1]))
 
     def rehearse(self, columns: set[str], rows: set[str], size: int, packs: Sequence[int]) -> dict[str, str]:
         """{name: style} for these layers and what is between them; nothing if they cannot be divided."""
         between = {weight.rpartition(".")[0] for row in rows for weight in self._between[row]}
-        if any(width_of(self.layers[row], 1) % size for row in rows):
+        norms = [self._modules[name] for name in between]  # only vectors, as in a norm of the queries of each head
+        is_other = any([*each.children()] or any(weight.ndim != 1 for weight in each.parameters()) for each in norms)
+        if is_other or any(width_of(self.layers[row], 1) % size for row in rows):
             return {}
-        for module in map(self._modules.__getitem__, between):  # only vectors, as in a norm of the queries of each head
-            if [*module.children()] or any(weight.ndim != 1 for weight in module.parameters()):
-                return {}
         for number in packs:
             packed = {name: 1 if isinstance(self.layers[name], nn.Embedding) else number for name in columns}
             if any(width_of(self.layers[name], 0) % (size * packed[name]) for name in columns):

@@ -142,6 +142,11 @@ def test_layer_is_in_one_pair_alone() -> None:
     assert plan == {"0.0": "colwise", "1.0": "rowwise", "2.0": "colwise", "3.0": "rowwise"}
 
 
+def test_a_pair_behind_one_that_a_norm_keeps_whole_is_divided() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, 12), nn.LayerNorm(12), nn.Linear(12, 6), nn.ReLU(), nn.Linear(6, 2))
+    assert plan_of(model) == {"2": "colwise", "4": "rowwise"}
+
+
 def test_widths_shared_weights_and_passes_of_their_own() -> None:
     assert plan_of(nn.Sequential(Mlp(width=9))) == {}
     assert set(plan_of(nn.Sequential(Mlp(width=12)), size=3)) == {"0.up", "0.down"}

@@ -55,7 +55,8 @@ class Recordings(Dataset):
         values = torch.from_numpy(self.extractor(wave, sampling_rate=rate, return_tensors="np")[name][0])
         if self.tokenizer is not None and self.model.config.is_encoder_decoder:
             return {name: values} | self._to_write(label, recording.name)
-        count = getattr(self.model, "_get_feat_extract_output_lengths", int)
+        count = getattr(self.model, "_get_subsampling_output_length", int)  # of Parakeet and others that read features
+        count = getattr(self.model, "_get_feat_extract_output_lengths", count)
         frames, needed, target = int(count(torch.tensor(len(values)))), 1, {"label": label}
         if self.tokenizer is not None:
             tokens = torch.tensor(self.tokenizer(label).input_ids)
