@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -92,33 +92,28 @@ class Launch:
 
     def run(self, folder: Path, *flags: str) -> Finished:
         """Runs to the end."""
-        done = subprocess.run(**self._asked(folder, flags))
-        return _finished(folder, done.returncode, done.stdout)
+        with self._start(folder, flags) as process:
+            output = process.communicate()[0]
+        return finished(folder, process.returncode, output)
 
     def run_until(self, is_enough: Callable[[Path], bool], folder: Path, *flags: str) -> Finished:
         """Runs until the output folder holds enough, or to the end. A killed run's folder becomes that of one done."""
-        with subprocess.Popen(**self._asked(folder, flags)) as process, ThreadPoolExecutor(1) as reader:
+        with self._start(folder, flags) as process, ThreadPoolExecutor(1) as reader:
             output = reader.submit(process.communicate)  # meanwhile, as the pipe may fill
             while not (stops := is_enough(folder)) and not output.done():
                 time.sleep(0.05)
             _kill(_tree(process.pid))
         text = output.result()[0]
-        return Finished(folder, output=text) if stops else _finished(folder, process.returncode, text)
+        return Finished(folder, output=text) if stops else finished(folder, process.returncode, text)
 
     def run_killed(self, folder: Path, num_steps: int) -> tuple[int, Finished]:
-        """Kills the run with SIGKILL after a drawn step, and resumes it.
-
-        Returns:
-            (the last step of the killed run, the resumed run)
-
-        Raises:
-            UsageError: the run ended before the kill, three times.
-        """
+        """Kills the run with SIGKILL after a drawn step, and resumes it. Returns (the last step of the killed run, the
+        resumed run). Raises UsageError if the run ended before the kill, three times."""
         saves = ["--save_every", "1"]
         for _ in range(3):
             after = random.randint(2, max(2, num_steps // 2))
             shutil.rmtree(folder, ignore_errors=True)
-            with subprocess.Popen(**self._asked(folder, saves)) as process:
+            with self._start(folder, tuple(saves)) as process:
                 while process.poll() is None and not read_card(folder):
                     time.sleep(0.01)
                 processes = _tree(process.pid)  # now, because the search takes longer than steps of a small model
@@ -130,20 +125,23 @@ class Launch:
                 return killed, self.run(folder, *saves, "--resume_from_checkpoint", "latest")
         raise UsageError("the run ended before it could be killed: use a larger --steps")
 
-    def _asked(self, folder: Path, flags: Iterable[str]) -> dict[str, Any]:
-        """The arguments of `subprocess`."""
+    def command(self, folder: Path, flags: tuple[str, ...]) -> list[str]:
+        """The words of the command."""
         words = [*self.options, str(self.script), *self.flags, *flags, "--output_dir", str(folder)]
-        return {
-            "args": [*LAUNCH, "--config_file", str(self.config), *words],
-            "env": os.environ | {"PYTHONUNBUFFERED": "1"},  # a run that is killed has printed all
-            "stdout": subprocess.PIPE,
-            "stderr": subprocess.STDOUT,
-            "encoding": "utf-8",
-            "errors": "replace",
-        }
+        return [*LAUNCH, "--config_file", str(self.config), *words]
+
+    def _start(self, folder: Path, flags: tuple[str, ...]) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            self.command(folder, flags),
+            env=os.environ | {"PYTHONUNBUFFERED": "1"},  # a run that is killed has printed all
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+        )
 
 
-def _finished(folder: Path, exit_code: int, output: str) -> Finished:
+def finished(folder: Path, exit_code: int, output: str) -> Finished:
     if exit_code == 0 and read_card(folder).get("status", "done") == "done" and (folder / "metrics.jsonl").exists():
         return Finished(folder, output=output)
     lines = [line for line in output.splitlines() if line.startswith("error: ")]

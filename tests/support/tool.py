@@ -1,6 +1,7 @@
 """Runs `accelerate-recipes` in this process, and forks the processes that it starts."""
 
 import importlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 
 from accelerate_recipes.cli import main
+from accelerate_recipes.verify.runs import Finished, Launch, finished
 from support.launching import fork_command
 
-STARTERS = [f"accelerate_recipes.{name}" for name in ("at_fit", "verify.runs", "verify.plain")]
+STARTERS = [f"accelerate_recipes.{name}" for name in ("at_fit", "verify.plain")]
 
 
 def tool(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -30,10 +32,16 @@ def fork_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     forking = SimpleNamespace(**vars(subprocess) | {"run": _run})
     for name in STARTERS:
         monkeypatch.setattr(importlib.import_module(name), "subprocess", forking)
+    monkeypatch.setattr(Launch, "run", _run_launch)
 
 
-def _run(args: list[str], env: dict[str, str], stderr: int | None = None, **_: Any) -> SimpleNamespace:
-    run = fork_command(args, Path.cwd(), env)
+def _run(command: list[str], env: dict[str, str], stderr: int | None = None, **_: Any) -> SimpleNamespace:
+    run = fork_command(command, Path.cwd(), env)
     if stderr == subprocess.STDOUT:
         return SimpleNamespace(returncode=run.exit_code, stdout=run.stdout + run.stderr)
     return SimpleNamespace(returncode=run.exit_code, stdout=run.stdout, stderr=run.stderr)
+
+
+def _run_launch(launch: Launch, folder: Path, *flags: str) -> Finished:
+    run = fork_command(launch.command(folder, flags), Path.cwd(), dict(os.environ))
+    return finished(folder, run.exit_code, run.stdout + run.stderr)
