@@ -172,7 +172,7 @@ def main(config: Config) -> None:
     make = partial(MaskedImages, names=names_of(model.config), form=form, ignored=ignored)
     optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), config.learning_rate)
     sets = sources.sets(partial(make, flags=config), make)
-    export = partial(form.write, processor="SegformerImageProcessor")
+    export = partial(form.write, processor="BeitImageProcessor")  # SegFormer's is equal, but needed torchvision
     fit(accelerator, model, optimizer, forward_step, *sets, config, examples=measures, export=export)
 
 

@@ -11,6 +11,9 @@ from typing import Any
 import numpy
 import torch
 
+from support.audio import write_recordings, write_wav2vec2
+from support.boxes import write_boxes
+from support.masks import CLASSES, write_masks
 from support.runs import ROOT
 from support.small_mnist import write_idx
 from support.vision_models import write_chats
@@ -93,6 +96,46 @@ def _bert(folder: Path) -> None:
     _write(folder, "BertModel", config, word_tokenizer([" ".join(2 * WORDS)], 4096))
 
 
+def _modernbert(folder: Path) -> None:
+    from transformers import ModernBertConfig
+
+    from accelerate_recipes.common.tasks.models.encoder import word_tokenizer
+
+    tokenizer = word_tokenizer([" ".join(2 * WORDS)], 4096, masks=True)
+    ids = {"pad_token_id": tokenizer.pad_token_id, "cls_token_id": tokenizer.cls_token_id, "sep_token_id": None}
+    config = ModernBertConfig(vocab_size=4096, bos_token_id=None, eos_token_id=None, **ids)
+    _write(folder, "ModernBertForMaskedLM", config, tokenizer)
+
+
+def _t5(folder: Path) -> None:
+    from tokenizers.processors import TemplateProcessing
+    from transformers import T5Config
+
+    from accelerate_recipes.common.tasks.models.encoder import word_tokenizer
+
+    tokenizer = word_tokenizer([" ".join(2 * WORDS)], 4096)
+    tokenizer.add_special_tokens({"eos_token": "</s>"})
+    ends = [("</s>", tokenizer.eos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="$A </s>", special_tokens=ends)
+    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "decoder_start_token_id": 0}
+    shape = {"vocab_size": 32000, "d_model": 512, "d_ff": 2048, "num_layers": 12, "num_heads": 8, "dropout_rate": 0.0}
+    _write(folder, "T5ForConditionalGeneration", T5Config(**shape, **ids), tokenizer)
+
+
+def _student(folder: Path) -> None:
+    """Also writes a teacher with two layers, into `teacher` beside the folder."""
+    _llama(num_hidden_layers=2)(folder.with_name("teacher"))
+    _llama()(folder)
+
+
+def _speech(**settings: Any) -> Callable[[Path], None]:
+    """Writes a Wav2Vec2 of the size of wav2vec2-base with a 13th layer, whose output does not depend on padding."""
+    shape = {"hidden_size": 768, "num_hidden_layers": 13, "num_attention_heads": 12, "intermediate_size": 3072}
+    shape |= {"conv_dim": (512,) * 7, "conv_kernel": (10, 3, 3, 3, 3, 2, 2), "conv_stride": (5, 2, 2, 2, 2, 2, 2)}
+    shape |= {"num_conv_pos_embeddings": 128, "num_conv_pos_embedding_groups": 16}
+    return lambda folder: write_wav2vec2(folder, **shape, **settings)
+
+
 def _vision(folder: Path) -> None:
     """Writes an Idefics3, the architecture of SmolVLM, and its processor."""
     from transformers import Idefics3ForConditionalGeneration
@@ -110,15 +153,17 @@ def _vision(folder: Path) -> None:
     _write(folder, Idefics3ForConditionalGeneration.__name__, small.config, processor)
 
 
-def _image_model(kind: str, config: str, **settings: Any) -> Callable[[Path], None]:
-    """Writes an image classifier for 3 classes and images of 224 × 224 pixels."""
+def _image_model(
+    kind: str, config: str, num_labels: int = 3, processor: dict[str, str] | None = None, **settings: Any
+) -> Callable[[Path], None]:
+    """Writes a model for images of 224 × 224 pixels and three classes."""
 
     def write(folder: Path) -> None:
         import transformers
 
-        _write(folder, kind, getattr(transformers, config)(num_labels=3, **settings), None)
+        _write(folder, kind, getattr(transformers, config)(num_labels=num_labels, **settings), None)
         statistics = {"image_mean": [0.5] * 3, "image_std": [0.2] * 3}
-        content = {"size": {"height": 224, "width": 224}, **statistics}
+        content = {"size": {"height": 224, "width": 224}, **statistics, **(processor or {})}
         (folder / "preprocessor_config.json").write_text(json.dumps(content))
 
     return write
@@ -187,6 +232,65 @@ CASES = {
         IMAGES,
         _image_model("ResNetForImageClassification", "ResNetConfig"),
     ),
+    "token_classification": Case(
+        "recipes/token_classification.py",
+        "BERT-base, 109 M",
+        "--data {data}/tags.conll --max_length 32 --batch_size 8 --model_name_or_path {model}",
+        _bert,
+    ),
+    "question_answering": Case(
+        "recipes/question_answering.py",
+        "BERT-base, 109 M",
+        "--data {data}/questions.jsonl --max_length 32 --stride 8 --batch_size 8 --model_name_or_path {model}",
+        _bert,
+    ),
+    "masked_lm": Case(
+        "recipes/masked_lm.py",
+        "ModernBERT-base, 114 M",
+        "--data {data}/text.txt --max_length 32 --batch_size 8 --model_name_or_path {model}",
+        _modernbert,
+    ),
+    "translation": Case(
+        "recipes/translation.py",
+        "T5, 104 M",
+        "--data {data}/pairs.csv --source_column query --target_column document --max_length 16 "
+        "--max_target_length 16 --batch_size 8 --model_name_or_path {model}",
+        _t5,
+    ),
+    "segmentation": Case(
+        "recipes/segmentation.py",
+        "SegFormer-B5, 85 M",
+        "--data {data}/masks --batch_size 4 --least_area 1 --model_name_or_path {model}",
+        _image_model(
+            "SegformerForSemanticSegmentation",
+            "SegformerConfig",
+            num_labels=CLASSES,
+            depths=[3, 6, 40, 3],
+            hidden_sizes=[64, 128, 320, 512],
+            decoder_hidden_size=768,
+            classifier_dropout_prob=0.0,
+            drop_path_rate=0.0,
+        ),
+    ),
+    "detection": Case(
+        "recipes/detection.py",
+        "YOLOS with 14 layers, 105 M",
+        "--data {data}/boxes --batch_size 4 --model_name_or_path {model}",
+        _image_model(
+            "YolosForObjectDetection",
+            "YolosConfig",
+            processor={"image_processor_type": "YolosImageProcessor"},
+            num_hidden_layers=14,
+            image_size=[224, 224],
+        ),
+    ),
+    "speech": Case(
+        "recipes/speech.py",
+        "Wav2Vec2, 101 M",
+        "--data {data}/recordings --text_column transcription --batch_size 8 --model_name_or_path {model}",
+        _speech(),
+    ),
+    "distillation": Case("recipes/distillation.py", "Llama, 134 M", f"{CHATS} --teacher {{data}}/../teacher", _student),
     "finetune": Case("recipes/finetune.py", "Llama, 134 M", CHATS, _llama()),
     "finetune_lora": Case("recipes/finetune.py", "Llama, 134 M, LoRA", f"{CHATS} --lora_rank 8", _llama()),
     "vision_language": Case(
@@ -208,7 +312,7 @@ CASES = {
 
 
 def write_data(folder: Path) -> None:
-    """Writes a text, labelled texts, pairs of texts, chats, preferences and images, all small."""
+    """Writes texts with labels, tags, questions and pairs, chats, preferences, images and recordings, all small."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     lines = [" ".join(WORDS[(start * step + start // 15) % 15] for step in range(1, 8)) for start in range(1, 61)]
@@ -225,6 +329,13 @@ def write_data(folder: Path) -> None:
             )
             print(json.dumps({"messages": [question, answer]}), file=chats)
             print(json.dumps({"chosen": [question, answer], "rejected": [question, wrong]}), file=pairs)
+    tags = [f"{word} {'B-LONG' if len(word) > 5 else 'O'}" for line in lines for word in (*line.split(), "")]
+    (folder / "tags.conll").write_text("\n".join(tag if tag[0] != " " else "" for tag in tags))
+    asked = [{"context": line, "question": "which word is long", "answers": line.split()[2]} for line in lines]
+    (folder / "questions.jsonl").write_text("\n".join(map(json.dumps, asked)))
+    write_masks(folder / "masks", (40, 8))
+    write_boxes(folder / "boxes", (40, 8))
+    write_recordings(folder / "recordings", numbers=(40, 8))
     write_chats(folder / "seen.jsonl", 60)
     _write_images(folder)
 

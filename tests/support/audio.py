@@ -27,10 +27,12 @@ def texts(number: int, seed: int) -> list[str]:
     return [" ".join(pair[: 1 + row % 2]) for row, pair in enumerate(words)]
 
 
-def write_recordings(folder: Path, column: str = "transcription") -> dict[str, list[str]]:
+def write_recordings(
+    folder: Path, column: str = "transcription", numbers: tuple[int, int] = (170, 33)
+) -> dict[str, list[str]]:
     """WAV files for training and evaluation beside metadata.jsonl. Returns {part: texts}."""
     found = {}
-    for seed, (part, number) in enumerate({"train": 170, "test": 33}.items()):
+    for seed, (part, number) in enumerate(zip(("train", "test"), numbers)):
         (folder / part).mkdir(parents=True)
         found[part], rows = texts(number, seed), []
         for row, text in enumerate(found[part]):

@@ -12,14 +12,14 @@ CLASSES, SIZE, IGNORED = len(COLOURS), 16, 255
 FORM = {"size": {"height": SIZE, "width": SIZE}, "image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.3, 0.25]}
 
 
-def write_masks(folder: Path) -> Path:
+def write_masks(folder: Path, numbers: tuple[int, int] = (200, 51)) -> Path:
     """Squares of four colours on a ground of one, with noise; the first row does not count."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*limits: int) -> list[int]:
         return [int(torch.randint(limit, (), generator=generator)) for limit in limits]
 
-    for part, number in (("train", 200), ("test", 51)):
+    for part, number in zip(("train", "test"), numbers):
         for kind in ("images", "masks"):
             (folder / part / kind).mkdir(parents=True)
         for name in range(number):
