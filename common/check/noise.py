@@ -16,6 +16,7 @@ REPEATED, SMALL = 1e-4, 0.01  # how far a repeated gradient may differ, of its s
 # sign. The share of such elements is about the share of rounding in the gradient, and the distance its square root.
 TIMES_ROOT = 10
 IS_ROUNDING = 0.01  # share of a gradient that changes with rounding: above, it is zero in exact arithmetic
+IS_SMALL = 1e-4  # the same of an element: above, its gradient may be as small as Adam's epsilon, and its update changes
 
 
 def without_noise(gaps: dict[Key, Gap], reference: Reference, number: int) -> tuple[dict[Key, Gap], list[str]]:
@@ -23,14 +24,16 @@ def without_noise(gaps: dict[Key, Gap], reference: Reference, number: int) -> tu
     if reference.is_low:  # a metric such as an accuracy jumps with the rounding
         gaps = {key: gap for key, gap in gaps.items() if key[0] not in ("value", "eval") or key[1] == "loss"}
     gaps, lines = {key: gap for key, gap in gaps.items() if not gap.size <= TOLERANCE}, list[str]()
-    if not gaps:
-        return gaps, lines
     gaps = {key: _of_other_elements(gap, reference, number, key[1]) for key, gap in gaps.items()}
     gaps = {key: gap for key, gap in gaps.items() if not gap.size <= TOLERANCE}
-    for other in reference.perturbed:
+    for other in reference.perturbed if gaps else []:
         floors = _floors(reference, other, number)
+        # Few elements of a large weight jump, by chance: with one measurement, what most of them do counts for each.
+        large = {name for name, weight in reference.initial.items() if len(weight.sums) == WIDTH}
+        sizes = [floors["weight", name].size for name in large & other.steps[number].weights.keys()]
+        usual = float(torch.tensor(sizes).quantile(0.25)) if sizes and len(reference.perturbed) == 1 else 0.0
         for key, gap in list(gaps.items()):
-            floor = floors[key].size
+            floor = max(floors[key].size, usual if key[0] in ("weight", "replica") and key[1] in large else 0.0)
             is_metric = key[0] in ("value", "eval") and key[1] != "loss"
             if not gap.size <= (METRIC_TIMES_FLOOR if is_metric else STEP_TIMES_FLOOR) * floor:
                 continue
@@ -89,7 +92,7 @@ def _moved(update: Tensor, gradient: Sketch | None, perturbed: Sketch | None) ->
         return torch.zeros_like(update)
     changes = (perturbed - gradient).sums.abs()
     share = changes.square().mean().sqrt() / gradient.sums.abs().clamp(min=1e-30)
-    share = share.where((share > IS_ROUNDING) & (changes > 0), 0)  # an element without a gradient has no rounding
+    share = share.where((share > IS_SMALL) & (changes > 0), 0)  # an element without a gradient has no rounding
     return (update * share).clamp(max=float(update.max()))
 
 

@@ -246,9 +246,8 @@ def take_reference(run: ReferenceRun, numbers: range, first_pass: FirstPass) -> 
     assert run.changes is not None
     first_pass.keeps, first_pass.files = run.changes.names, run.changes.files
     first_pass.moves = bool(run.changes.names or run.changes.generators)
-    types = {weight.dtype for weight in setup.model.parameters() if weight.requires_grad}
-    low = [str(each).removeprefix("torch.") for each in types if each in (torch.bfloat16, torch.float16)]
-    first_pass.low_weights = ", ".join(low)
+    types = {str(weight.dtype).removeprefix("torch.") for weight in setup.model.parameters() if weight.requires_grad}
+    low = first_pass.low_weights = ", ".join(types & {"bfloat16", "float16"})
     first_pass.has_low_layers = run.is_low and not low and setup.plan.layout.precision == "float32"
     first_pass.has_no_low_layers = is_bf16 and not run.is_low
     if run.changes.generators:  # half a micro-batch got other random numbers
