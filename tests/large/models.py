@@ -128,12 +128,12 @@ def _student(folder: Path) -> None:
     _llama()(folder)
 
 
-def _speech(**settings: Any) -> Callable[[Path], None]:
+def _wav2vec2(folder: Path) -> None:
     """Writes a Wav2Vec2 of the size of wav2vec2-base with a 13th layer, whose output does not depend on padding."""
     shape = {"hidden_size": 768, "num_hidden_layers": 13, "num_attention_heads": 12, "intermediate_size": 3072}
     shape |= {"conv_dim": (512,) * 7, "conv_kernel": (10, 3, 3, 3, 3, 2, 2), "conv_stride": (5, 2, 2, 2, 2, 2, 2)}
     shape |= {"num_conv_pos_embeddings": 128, "num_conv_pos_embedding_groups": 16}
-    return lambda folder: write_wav2vec2(folder, **shape, **settings)
+    write_wav2vec2(folder, **shape)
 
 
 def _vision(folder: Path) -> None:
@@ -288,7 +288,7 @@ CASES = {
         "recipes/speech.py",
         "Wav2Vec2, 101 M",
         "--data {data}/recordings --text_column transcription --batch_size 8 --model_name_or_path {model}",
-        _speech(),
+        _wav2vec2,
     ),
     "distillation": Case("recipes/distillation.py", "Llama, 134 M", f"{CHATS} --teacher {{data}}/../teacher", _student),
     "finetune": Case("recipes/finetune.py", "Llama, 134 M", CHATS, _llama()),
