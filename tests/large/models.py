@@ -156,7 +156,7 @@ def _vision(folder: Path) -> None:
 def _image_model(
     kind: str, config: str, num_labels: int = 3, processor: dict[str, str] | None = None, **settings: Any
 ) -> Callable[[Path], None]:
-    """Writes a model for images of 224 × 224 pixels and three classes."""
+    """Writes a model for images of 224 × 224 pixels, and the settings of its preprocessing."""
 
     def write(folder: Path) -> None:
         import transformers

@@ -129,10 +129,8 @@ def config_of_classes(classes: list[str]) -> dict[str, Any]:
     """The entries for these classes in a transformers model's config, for `from_pretrained`: PVT's does not count."""
     names = {"id2label": dict(enumerate(classes)), "label2id": {name: number for number, name in enumerate(classes)}}
     problem = "single_label_classification" if len(classes) > 1 else None  # transformers refuses it for one output
-    return names | {
-        "num_labels": len(classes),
-        "problem_type": problem,
-    }  # the files may have another, which pipelines follow
+    # The files may have another problem type, which pipelines follow.
+    return names | {"num_labels": len(classes), "problem_type": problem}
 
 
 def classes_of_model(name_or_path: str, classes: list[str]) -> tuple[list[str], bool]:
