@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import difflib
+import re
 import sys
 import types
 import typing
@@ -82,7 +83,7 @@ class _Parser(argparse.ArgumentParser):
             self.add_argument(f"--{OF_OLD_LAUNCHERS}", help=argparse.SUPPRESS)
 
     def parse(self, arguments: Sequence[str]) -> dict[str, Any]:
-        words = [_with_underscores(argument) for argument in arguments]
+        words = [re.sub("^--[^=]+", lambda name: "--" + name[0][2:].replace("-", "_"), each) for each in arguments]
         for word, following in zip(words, [*words[1:], "--"]):
             name, equals, value = word.partition("=")
             action = self._option_string_actions.get(name)
@@ -156,10 +157,3 @@ def _converter(kind: type) -> Any:
             raise argparse.ArgumentTypeError(f"expected {expected}, got '{text}'") from None
 
     return convert
-
-
-def _with_underscores(argument: str) -> str:
-    if not argument.startswith("--"):
-        return argument
-    name, equals, value = argument.partition("=")
-    return "--" + name[2:].replace("-", "_") + equals + value

@@ -48,7 +48,7 @@ class RunConfig:
         "are used up",
     )
     num_workers: int = flag(
-        0, "data-loading processes per training process, for datasets that decode", minimum=0, below=1025
+        0, "DataLoader workers per training process; use some if the dataset decodes files", minimum=0, below=1025
     )
     epochs: int = flag(1, "passes over the training data", minimum=1)
     max_steps: int | None = flag(None, "optimizer steps; overrides --epochs", minimum=1)
@@ -104,7 +104,7 @@ class RunConfig:
         "", "trackers, separated by commas: tensorboard, trackio, wandb, ... (all that Accelerate supports)"
     )
     pipeline_stages: int = flag(
-        1, "pipeline stages: processes that each hold some of the layers; several pipelines divide the batch", minimum=1
+        1, "processes in a pipeline, each with some of the layers; more processes form several pipelines", minimum=1
     )
     pipeline_schedule: Literal["1f1b", "interleaved", "zbv"] = flag(
         "1f1b",
@@ -121,13 +121,13 @@ class RunConfig:
     )
     check_every: int = flag(
         0,
-        "at a save, every N optimizer steps or more: repeat the next two steps on one process on the CPU, and compare; "
+        "every N optimizer steps, after the next save: repeat two steps on one process on the CPU, and compare; "
         "0: never",
         minimum=0,
     )
     hang_timeout: float = flag(1800.0, "end the run after this many seconds without a step; 0: never", minimum=0)
     compile: bool = flag(False, "compile the model with torch.compile: slower start, faster steps")
-    deterministic: bool = flag(False, "use only deterministic kernels: slower, the same bits in each run on a GPU")
+    deterministic: bool = flag(False, "use only deterministic kernels: slower, but GPU runs repeat bit for bit")
     tf32: bool = flag(False, "let GPUs round the inputs of float32 matrix products to 10 bits: faster, less exact")
 
     def __post_init__(self) -> None:

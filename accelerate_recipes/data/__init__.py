@@ -19,7 +19,7 @@ def data(
     output: Annotated[Path | None, typer.Option(help="an HTML page, with the images")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what the model gets from the data: sizes, lengths, what is left out, the first samples. Trains nothing.
+    """Show your data as the model gets it: sizes, lengths, skipped rows, the first samples. Does not train.
 
     Example: accelerate-recipes data recipes/finetune.py --output data.html -- --data chats.jsonl
     """

@@ -94,7 +94,7 @@ def _survey(dataset: Any, names: list[str]) -> dict[str, Any]:
         for name, value in _raw(dataset, index).items():
             if _holds_tokens(name, value):
                 lengths.setdefault(name, []).append(len(value))
-            elif _is_class(value):
+            elif value.ndim == 0 and not value.is_floating_point() if isinstance(value, Tensor) else type(value) is int:
                 values.setdefault(name, Counter())[_text_of(name, value, names)] += 1
         looked_at += 1
         if time.monotonic() - started > SECONDS:
@@ -104,12 +104,6 @@ def _survey(dataset: Any, names: list[str]) -> dict[str, Any]:
         "lengths": {name: _bars(found) for name, found in lengths.items() if len({*found}) > 1},
         "values": {name: found.most_common(MOST_NAMED) for name, found in values.items() if len(found) < looked_at},
     }
-
-
-def _is_class(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.ndim == 0 and not value.is_floating_point()
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _bars(lengths: list[int]) -> list[tuple[int, int, int]]:
@@ -176,7 +170,9 @@ def _runs(
         ids, trained = tokens[start:end], [False] * (end - start)
         if labels is not None and len(labels) == len(tokens):
             known = labels[start:end] != IGNORED
-            is_shifted = _is_shifted(ids, labels[start:end])
+            # Each label is the next token; others are tokens, or classes of tokens, at their own places.
+            is_next = bool((labels[start : end - 1] == ids[1:])[known[:-1]].all())
+            is_shifted = is_next and not bool((labels[start:end] == ids)[known].all())
             if is_shifted and known[-1]:  # the last label is not a token of the block
                 ids, trained = torch.cat([ids, labels[end - 1 : end]]), [*trained, False]
             for place in known.nonzero().flatten().tolist():
@@ -195,13 +191,6 @@ def _column(value: Any, number: int, length: int) -> Tensor | None:
         return None
     columns = value.view(len(value), -1)
     return columns[:length, min(number, columns.shape[1] - 1)]
-
-
-def _is_shifted(tokens: Tensor, labels: Tensor) -> bool:
-    """Whether each label is the next token; others are tokens, or classes of tokens, at their own places."""
-    known = labels != IGNORED
-    is_next = bool((labels[:-1] == tokens[1:])[known[:-1]].all())
-    return is_next and not bool((labels == tokens)[known].all())
 
 
 def _decode(ids: Iterable[int], tokenizer: Any) -> str:

@@ -23,7 +23,7 @@ def check(
     fix: Annotated[bool, typer.Option("--fix", help="write a corrected copy next to the config")] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Check this machine, a config, and whether a recipe runs with it. Exit code 1 with findings.
+    """Check this machine, a config, and whether a recipe runs with it. Exit code 1 if it finds a mistake.
 
     Example: accelerate-recipes doctor accelerate_configs/ddp.yaml recipes/mnist.py
     """

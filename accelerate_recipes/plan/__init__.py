@@ -1,7 +1,6 @@
 """accelerate-recipes plan: what a run will take on a cluster, before anything is spent."""
 
 from argparse import SUPPRESS, ArgumentParser
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -34,9 +33,9 @@ def plan(
     gpu: Annotated[str, typer.Option(help="a name in hardware.json: h100, h200, a100, ...")] = "h100",
     memory: Annotated[float | None, typer.Option(help="memory per GPU in GB (default: the GPU's)")] = None,
     hardware: Annotated[Path | None, typer.Option(help="JSON file with the rates of your machines")] = None,
-    scaling: Annotated[bool, typer.Option("--scaling", help="also with more GPUs, up to 8,192")] = False,
+    scaling: Annotated[bool, typer.Option("--scaling", help="also plan more GPUs, up to 8,192")] = False,
     page: Annotated[Path | None, typer.Option("--plot", help="with --scaling: an HTML page with the curves")] = None,
-    hours: Annotated[float | None, typer.Option(help="name the cheapest that ends within this many hours")] = None,
+    hours: Annotated[float | None, typer.Option(help="name the cheapest config that ends in this many hours")] = None,
     as_json: AsJson = False,
 ) -> int:
     """Estimate what a run will take on a cluster: batch, memory, traffic, time. Exit code 1 if it does not fit.
@@ -53,13 +52,15 @@ def plan(
     check_number(hours, "--hours")
     script = recipe if is_path(str(recipe)) else find_recipe(str(recipe))
     check_file(script, "", "use the path of a recipe")
-    flags, stages = _without_stages(flags or [])
+    parser = ArgumentParser("accelerate-recipes", SUPPRESS, add_help=False, allow_abbrev=False)
+    parser.add_argument("--pipeline_stages", "--pipeline-stages", dest="stages", type=int, default=1)
+    known, flags = parser.parse_known_args(flags or [])
     changes = dict(_setting(text) for text in settings or ())
     # Without --config: those of ours for one machine. The others differ in the number of machines alone.
     of_one_machine = [path for path in bundle.configs() if not path.stem.startswith("multi_node")]
     paths = [find_config(name) for name in config or ()] or of_one_machine
     cases = [
-        Case(path, num_processes, num_machines, changes, max(stages, 2 if path.stem in PIPELINES else 1))
+        Case(path, num_processes, num_machines, changes, max(known.stages, 2 if path.stem in PIPELINES else 1))
         for path in paths
     ]
     found = plans(script, flags, cases, rates)
@@ -89,14 +90,6 @@ def plan(
         rows = rows or {each.config: [each.speed] for each in fitting}
         printing.show_cheapest([(config, row) for config, steps in rows.items() for row in steps], hours)
     return 0 if fitting else 1
-
-
-def _without_stages(flags: Sequence[str]) -> tuple[list[str], int]:
-    """The flags without `--pipeline_stages`, and its value."""
-    parser = ArgumentParser("accelerate-recipes", SUPPRESS, add_help=False, allow_abbrev=False)
-    parser.add_argument("--pipeline_stages", "--pipeline-stages", type=int, default=1)
-    known, rest = parser.parse_known_args(flags)
-    return rest, known.pipeline_stages
 
 
 def _setting(text: str) -> tuple[str, int | str]:

@@ -28,11 +28,11 @@ def verify(
         Path | None, typer.Option(help="folder for certificate.json and certificate.md (default: verified/<script>)")
     ] = None,
     accelerate: Annotated[
-        bool, typer.Option("--accelerate", help="a script on plain Accelerate, watched from outside")
+        bool, typer.Option("--accelerate", help="run an Accelerate script that does not use these recipes, unchanged")
     ] = False,
     split_batches: Annotated[
         bool,
-        typer.Option("--split_batches", help="with --accelerate: loaders divide each batch, in an order from the seed"),
+        typer.Option("--split_batches", help="with --accelerate: split each batch over processes, in a seeded order"),
     ] = False,
     record: Annotated[
         Path | None, typer.Option(help="only write the first steps of one process to this file, to compare later")
@@ -43,7 +43,7 @@ def verify(
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Prove that a recipe gives one result under every config, or say what makes the difference.
+    """Check that a recipe gives the same result under every config; if not, name the likely cause.
 
     Example: accelerate-recipes verify recipes/mnist.py --config ddp --config fsdp2 -- --model mlp
     """

@@ -263,7 +263,9 @@ class Watcher:
         ids = [ids] if isinstance(ids, int) else ids
         plain = isinstance(ids, list) and all(isinstance(number, int) for number in ids)
         width = max((tensor.shape[1] for tensor in _tensors(batch) if tensor.ndim > 1), default=None)
-        self.batch = {"epoch": self.num_iterators, "ids": ids if plain else None, "tokens": _num_labels(batch)}
+        labels = (value for value in _tensors(batch) if not value.is_floating_point() and bool((value == -100).any()))
+        numbers = (int((each != -100).sum()) for each in labels)  # of labels that count: losses ignore -100
+        self.batch = {"epoch": self.num_iterators, "ids": ids if plain else None, "tokens": next(numbers, None)}
         self.batch["width"] = width
         self.read.append((self.newest_loader, self.batch))
         self.states = _generator_states()
@@ -272,14 +274,6 @@ class Watcher:
 def _bound(wrapper: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     """The wrapper as a method in place of the original."""
     return lambda this, *arguments, **options: wrapper(original, this, *arguments, **options)
-
-
-def _num_labels(batch: Any) -> int | None:
-    """The number of labels that count in the loss; None if none of them is -100, which losses ignore."""
-    for value in _tensors(batch):
-        if not value.is_floating_point() and bool((value == -100).any()):
-            return int((value != -100).sum())
-    return None
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -126,7 +126,10 @@ class FirstDifference:
                     del gaps[name]
         if not gaps:
             return "", ""
-        if (factor := _one_factor({name: (own[name], whole[name]) for name in own if name in whole})) is not None:
+        pairs = ((own[name].sums, whole[name].sums) for name in own if name in whole)
+        found, expected = (torch.cat(sums) for sums in zip(*pairs))
+        factor = float(found @ expected / (expected @ expected).clamp(min=1e-30))
+        if (found - factor * expected).norm() < ONE_FACTOR * (found - expected).norm():
             return "factor", f"first difference: each gradient is {factor:.4g} times that on one process"
         order = {place[0]: position for position, (_, place) in enumerate(step.modules.forward)}
         last = max(gaps, key=lambda name: order.get(name.rpartition(".")[0], -1))
@@ -137,13 +140,6 @@ def unclipped(gradient: Sketch, norm: float, max_norm: float) -> Sketch:
     """A gradient as it was before clipping: `norm`: of the whole model's gradient; `max_norm` 0: no clipping."""
     factor = (norm + 1e-6) / max_norm if max_norm and norm > max_norm else 1.0
     return Sketch(gradient.sums * factor, gradient.rounding)
-
-
-def _one_factor(pairs: Mapping[str, tuple[Sketch, Sketch]]) -> float | None:
-    """The factor by which all these gradients differ; None if they differ in another way."""
-    own, whole = (torch.cat([pair[side].sums for pair in pairs.values()]) for side in (0, 1))
-    factor = float(own @ whole / (whole @ whole).clamp(min=1e-30))
-    return factor if (own - factor * whole).norm() < ONE_FACTOR * (own - whole).norm() else None
 
 
 def _relative(sketch: Sketch, expected: Sketch) -> float:

@@ -1,8 +1,9 @@
 """Side effects of the first forward pass: random draws, changed buffers, values that depend on the micro-batch."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from ..plan import Plan
 from ..seeds import EVALUATION, generator_states, restore_generators, seed_forward
 from ..step.batch_loss import Values
 from ..step.engine import evaluating
+from .sketch import Sketch
+from .tolerances import BF16
 
 
 @dataclass
@@ -25,6 +28,7 @@ class FirstPass:
     written: list[str] = field(default_factory=list)  # names of the weights and buffers that it changes
     # names of the values of `forward_step` that depend on the other samples of the micro-batch
     mixes: list[str] = field(default_factory=list)
+    mixes_gradients: bool = False  # whether their gradients do, though the values do not
     low_weights: str = ""  # the type of weights with fewer bits than float32; "" if there are none
     has_low_layers: bool = False  # whether a layer computes with fewer bits than float32, in a float32 config
     has_no_low_layers: bool = False  # whether none does, in a bf16 config
@@ -60,33 +64,31 @@ class FirstPass:
         later = dict(module.named_buffers())
         self.written = changed + [name for name, buffer in buffers.items() if not torch.equal(buffer, later[name])]
 
-    def compare_half(self, model: nn.Module, values_of: NumberedStep, batch: Batch, number: int) -> None:
-        """Finds values that depend on the other samples of a micro-batch, by running its first half alone."""
-        size, states = len(next(iter(batch.values()))) // 2, []
-        if not size:
-            return
-
-        def noted(model: nn.Module, batch: Batch, number: int) -> Values:
-            device = next(value.device for value in batch.values() if isinstance(value, Tensor))
-            states.append(generator_states(device))
-            values = values_of(model, batch, number)
-            states.append(generator_states(device))
-            return values
-
-        whole = evaluate_batch(model, values_of, batch, number)
-        try:
-            half = evaluate_batch(model, noted, {name: value[:size] for name, value in batch.items()}, number)
-        except Exception:  # a model that cannot take half a batch
-            return
-        if states[0] != states[1]:  # noise depends on the micro-batch
-            self.draws_in_evaluation = True
-            return
-        for name, value in half.items():
-            expected = whole[name][:size]
-            if value.shape != expected.shape:  # of generated answers: the longest may be in the other half
+    def compare_halves(
+        self, model: nn.Module, values_of: NumberedStep, fetch: Callable[[Tensor], Batch], ids: Tensor, number: int
+    ) -> None:
+        """Finds values and gradients that depend on the other samples of a micro-batch, in evaluation and in training:
+        takes each half alone. If a pass draws, it has each half twice, so that each sample gets the same numbers."""
+        size = len(ids) // 2
+        for trains in (False, True) if size else ():
+            take, mixed = partial(_part, model, values_of, number, trains), dict[str, None]()
+            try:
+                batch = fetch(ids[: 2 * size])
+                whole = take(batch)
+                rest, draws = whole.gradient, whole.draws or self.draws_for_batches
+                for half in (slice(size), slice(size, 2 * size)):
+                    part = take(_twice(batch, half), half) if draws else take(fetch(ids[half]))
+                    expected = {name: value[half] for name, value in whole.values.items()}
+                    mixed |= dict.fromkeys(name for name in part.values if not _is_close(part.values, expected, name))
+                    rest = rest - part.gradient
+                is_sum = whole.draws_backwards or float(rest.norm()) <= BF16[""] * float(whole.gradient.norm())
+                again = whole if is_sum and not mixed else take(batch)  # differs if the recipe keeps something
+            except Exception:  # a model that cannot take half a batch
                 continue
-            if not torch.allclose(expected.double(), value.double(), 1e-3, 1e-6, equal_nan=True):
-                self.mixes.append(name)
+            self.draws_in_evaluation |= whole.draws and not trains
+            self.draws |= whole.draws_backwards
+            self.mixes += [name for name in mixed if _is_close(again.values, whole.values, name)]
+            self.mixes_gradients |= not is_sum and not mixed and torch.equal(again.gradient, whole.gradient)
 
     def say(self, plan: Plan, say: Callable[[str], Any]) -> None:
         """Prints one line for each reason why the result depends on how the global batch is divided."""
@@ -99,8 +101,8 @@ class FirstPass:
             "loss": self.has_low_layers,
             "the config asks for bf16, but no layer computes in 16 bits, for example because autocast is off: the "
             "run takes the time and the memory of float32": self.has_no_low_layers,
-            "the forward pass draws random numbers in evaluation, too, such as dropout that is always on: use "
-            "self.training, unless this is intended": self.draws_in_evaluation,
+            "the forward pass draws random numbers in evaluation, too, such as dropout that is always on; they depend "
+            "on --micro_batch_size: use self.training, unless this is intended": self.draws_in_evaluation,
             f"the parity check also wrote {first['files']}, which it does not restore": self.files,
         }
         if_cut = {
@@ -115,23 +117,71 @@ class FirstPass:
             "time: the result depends on the number of processes; to avoid that, use GroupNorm or "
             "LayerNorm": self.written,
             f'"{first["mixes"]}" of a sample depends on the other samples of its micro-batch, here {size} of {whole}: '
-            "the result depends on the number of processes and on --micro_batch_size; give fit a loss that compares "
-            "samples as batch_loss; replace a mean inside forward_step by one value per sample, with the weights as "
-            '"weight" of the batch': self.mixes,
+            "the result depends on the number of processes and on --micro_batch_size; mask padding, if there is any; "
+            "give fit a loss that compares samples as batch_loss; replace a mean inside forward_step by one value per "
+            'sample, with the weights as "weight" of the batch': not self.written and self.mixes,
+            f"a hook or autograd function uses the gradient of a whole micro-batch, here {size} of {whole}: the result "
+            "depends on the number of processes and on --micro_batch_size; use each sample's alone": not self.written
+            and self.mixes_gradients,
         }
         for line, applies in {**always, **(if_cut if size != whole else {})}.items():
             if applies:
                 say(line)
 
 
-@torch.no_grad()
-def evaluate_batch(model: nn.Module, values_of: NumberedStep, batch: Batch, number: int) -> Values:
-    """What `forward_step` returns in evaluation. Changes neither the batch nor a generator."""
+@dataclass
+class _Part:
+    """What `forward_step` gives for a batch."""
+
+    values: Values
+    gradient: Tensor  # of the sum of the losses, as sketches of all weights in a row; empty in evaluation
+    draws: bool  # whether the forward pass draws from a generator
+    draws_backwards: bool  # whether the backward pass does
+
+
+def _part(
+    model: nn.Module, values_of: NumberedStep, number: int, trains: bool, batch: Batch, own: slice = slice(None)
+) -> _Part:
+    """Only the samples of `own` count."""
+    found = list[tuple[Tensor, bool, bool]]()
+
+    def noted(model: nn.Module, batch: Batch, number: int) -> Values:
+        device = next(value.device for value in batch.values() if isinstance(value, Tensor))
+        states = [generator_states(device)]
+        values = {name: value[own] for name, value in values_of(model, batch, number).items()}
+        states.append(generator_states(device))
+        trained = {"loss"} & {*values} or values  # all for a batch_loss
+        sums = [value.sum() for name, value in values.items() if name in trained and value.requires_grad]
+        weights = [weight for weight in model.parameters() if weight.requires_grad]
+        gradients = torch.autograd.grad(sums, weights, materialize_grads=True) if sums else ()
+        states.append(generator_states(device))
+        sketches = [Sketch.of(each).sums for each in gradients if not each.is_sparse]
+        found.append((torch.cat([torch.zeros(1), *sketches]), states[0] != states[1], states[1] != states[2]))
+        return {name: value.detach() for name, value in values.items()}
+
+    return _Part(evaluate_batch(model, noted, batch, number, trains), *found[0])
+
+
+def _twice(batch: Batch, half: slice) -> Batch:
+    """The samples of `half`, also in place of the others."""
+    parts = {name: value[half] for name, value in batch.items()}
+    return {name: torch.cat([part] * 2) if isinstance(part, Tensor) else part * 2 for name, part in parts.items()}
+
+
+def _is_close(values: Values, expected: Values, name: str) -> bool:
+    """Also if shapes differ, as of generated answers: the longest may be in the other half."""
+    value, other = values[name].double(), expected[name].double()
+    return value.shape != other.shape or torch.allclose(value, other, rtol=1e-3, atol=1e-6, equal_nan=True)
+
+
+def evaluate_batch(model: nn.Module, values_of: NumberedStep, batch: Batch, step: int, trains: bool = False) -> Values:
+    """What `forward_step` returns in evaluation, or if it `trains`. Changes neither the batch nor a generator."""
     kept = {name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()}
     device = next(value.device for value in kept.values() if isinstance(value, Tensor))
-    with _no_new_weights(model), evaluating(model), restore_generators(device):
+    mode = nullcontext() if trains else evaluating(model)
+    with _no_new_weights(model), torch.set_grad_enabled(trains), mode, restore_generators(device):
         seed_forward(0, EVALUATION, 0, device)
-        return values_of(model, kept, number)
+        return values_of(model, kept, step)
 
 
 @contextmanager

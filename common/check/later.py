@@ -19,6 +19,7 @@ from ..records.running_sums import TOTAL_WEIGHT, RunningSums
 from ..step.engine import Engine, StepResult
 from ..weights.on_disk import with_full_weights
 from .compare import Key, step_gaps
+from .first_pass import FirstPass
 from .reference import ROUNDINGS, Perturbed, ReferenceRun
 from .tolerances import BF16, LATER, TRAJECTORY_TIMES_FLOOR
 from .trace import Step
@@ -38,7 +39,7 @@ class Rehearsal:
     is_low: bool  # whether a layer computes with fewer bits than float32
 
     @classmethod
-    def take(cls, run: ReferenceRun, first: Step, number: int) -> "Rehearsal | None":
+    def take(cls, run: ReferenceRun, first: Step, first_pass: FirstPass, number: int) -> "Rehearsal | None":
         """Takes the later steps of a run that begins with step `number`; None if none is cheap enough."""
         plan = run.setup.plan
         later = {min(step, plan.num_steps - number) for step in STEPS} - {*range(plan.config.check_steps + 1)}
@@ -47,7 +48,7 @@ class Rehearsal:
             return None
         try:
             with with_full_weights(run.setup.model):  # what is on disk stays there, as in the other processes
-                steps = run.steps(numbers, None, first=number)
+                steps = run.steps(numbers, None, compares=first_pass, first=number)
                 return cls(steps, Perturbed.take(run, numbers, ROUNDINGS[0], number).steps, first, run.is_low)
         except Exception:  # the run will show it, with the step and its samples
             return None

@@ -100,7 +100,7 @@ class ParityCheck:
                 self._reference = take_reference(run, self.numbers, self._first_pass)
                 if (lines := not_repeated(self._reference)) is not None:
                     raise UsageError(lines)
-                self._rehearsal = Rehearsal.take(run, self._reference.steps[self.first], self.first)
+                self._rehearsal = Rehearsal.take(run, self._reference.steps[self.first], self._first_pass, self.first)
                 self._rehearsed = [] if self._rehearsal is None else [*self._rehearsal.steps]
                 self._block_sizes = {key: step.modules.block_sizes for key, step in self._reference.steps.items()}
             except (NotChecked, UsageError) as reason:
@@ -116,8 +116,8 @@ class ParityCheck:
         if problem is not None:
             self.numbers = range(0)
             self.accelerator.print(
-                f"the first steps are not checked against one process ({problem}): accelerate-recipes verify checks a "
-                "smaller model"
+                f"the first steps are not checked against one process ({problem}): run "
+                "accelerate-recipes verify with a smaller model"
             )
         elif self._error is None:
             self._first_pass.say(self.plan, self.accelerator.print)

@@ -52,12 +52,11 @@ class ReferenceRun:
         numbers: Sequence[int],
         first_pass: FirstPass | None,
         change: Callable[[nn.Module], Any] | None = None,
-        afterwards: Callable[[Engine, Batch], Any] | None = None,
+        compares: FirstPass | None = None,
         first: int | None = None,
     ) -> dict[int, Step]:
-        """Takes the steps with these numbers, after those from `first` on; `change` may first change the weights. Then
-        calls `afterwards` with the engine and the last micro-batch, and restores model, optimizer and all that the
-        recipe's functions refer to.
+        """Takes the steps with these numbers, after those from `first` on; `change` may first change the weights; then
+        `compares` halves of a micro-batch. Restores model, optimizer and all that the recipe's functions refer to.
 
         Raises:
             NotChecked: the steps would take more than a minute, or a signal asks the run to stop.
@@ -102,8 +101,11 @@ class ReferenceRun:
                 if change is not None and plan.evaluates(number + 1):  # the run does: what this moves on is noise
                     evaluate_batch(model, lambda _, *given: engine.evaluate(*given), micro_batches[0], number)
                 self.seconds = min(self.seconds, time.monotonic() - began)
-            if afterwards is not None:
-                afterwards(engine, micro_batches[-1])
+            if compares is not None:  # a few samples are enough; of micro-batches of one sample, two
+                few = torch.cat(plan.own_samples(every[-1]))[: min(max(2, plan.micro_batch_size), 8)]
+                epoch = every[-1] // plan.steps_per_epoch
+                fetch = lambda ids: next(batches(setup.train_set, [(epoch, ids)], device, plan.config))  # noqa: E731
+                compares.compare_halves(model, as_numbered_step(setup.forward_step), fetch, few, every[-1])
         self.changes = self.changes or changes
         for name in changes.lost:
             raise UsageError(
@@ -225,7 +227,7 @@ class Reference:
 def take_reference(run: ReferenceRun, numbers: range, first_pass: FirstPass) -> Reference:
     """Takes the steps with these numbers. Afterwards restores model, optimizer and the recipe's functions. Raises
     NotChecked if the check is not possible, and UsageError if `forward_step` does not call the model."""
-    setup, values_of = run.setup, as_numbered_step(run.setup.forward_step)
+    setup = run.setup
     _check_possible(setup, is_resumed=numbers[0] > 0)
     num_bytes = sum(weight.nbytes for weight in setup.model.parameters())
     try:
@@ -237,8 +239,7 @@ def take_reference(run: ReferenceRun, numbers: range, first_pass: FirstPass) -> 
             run.is_low = run.is_low or (is_bf16 and not has_layers)  # a model of a single layer shows no layers
             roundings = ROUNDINGS[:1] if num_bytes > LARGE else ROUNDINGS
             perturbed = [Perturbed.take(run, numbers, number) for number in roundings]
-            halve = lambda engine, batch: first_pass.compare_half(engine.model, values_of, batch, numbers[0])  # noqa: E731
-            again = run.steps(numbers[:1], None, afterwards=halve)[numbers[0]]
+            again = run.steps(numbers[:1], None, compares=first_pass)[numbers[0]]
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -250,8 +251,6 @@ def take_reference(run: ReferenceRun, numbers: range, first_pass: FirstPass) -> 
     low = first_pass.low_weights = ", ".join(types & {"bfloat16", "float16"})
     first_pass.has_low_layers = run.is_low and not low and setup.plan.layout.precision == "float32"
     first_pass.has_no_low_layers = is_bf16 and not run.is_low
-    if run.changes.generators:  # half a micro-batch got other random numbers
-        first_pass.mixes = []
     return Reference(initial, steps, perturbed, run.is_low, run.changes, again)
 
 

@@ -216,21 +216,16 @@ def configure(accelerator: Accelerator, model: nn.Module, plan: Plan) -> None:
     num_weights = sum(weight.numel() for weight in model.parameters())
     bucket_size = min(num_weights + num_weights % 2, 50_000_000)  # DeepSpeed needs an even size
     zero = section.setdefault("zero_optimization", {})
-    for key in [key for key, value in zero.items() if value == "auto" and not _fills(key, model)]:
+    # Accelerate has a value for `auto` for three keys, from the hidden size of a transformers model.
+    sized = any(hasattr(getattr(model, "config", None), name) for name in ("hidden_size", "hidden_sizes"))
+    filled = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold") * sized
+    for key in [key for key, value in zero.items() if value == "auto" and key not in filled]:
         del zero[key]
     for bucket in ("reduce_bucket_size", "allgather_bucket_size"):
         zero.setdefault(bucket, bucket_size)
     accelerator.gradient_accumulation_steps = plan.accumulation
     # Otherwise Accelerate replaces Adam under offload with DeepSpeed's: as fast as torch's fused kernel, less accurate.
     section.setdefault("zero_force_ds_cpu_optimizer", False)
-
-
-def _fills(key: str, model: nn.Module) -> bool:
-    """Whether Accelerate has a value for `auto`: for three keys, from the hidden size of a transformers model."""
-    names = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
-    return key in names and any(
-        hasattr(getattr(model, "config", None), name) for name in ("hidden_size", "hidden_sizes")
-    )
 
 
 def load_models_whole() -> None:

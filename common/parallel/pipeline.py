@@ -153,13 +153,10 @@ class PipelineEngine(Engine):
         copies = *(stage.model for stage in self.stages.values()), self._entry  # with which a pass may be called
         self._hooks = forward_hooks(copies)
         self._num_hooks = sum(map(len, self._hooks)), num_hooks(self._hooks)
-        self._others = {index: self._of_the_other_stage(index) for index in self.stages}
-
-    def _of_the_other_stage(self, index: int) -> dict[Tensor, str]:
-        """{weight: its name} of those here that this stage lacks."""
-        own = {*self.stages[index].parameters()}
-        every = chain.from_iterable(stage.model.named_parameters() for stage in self.stages.values())
-        return {weight: name for name, weight in every if weight not in own and not isinstance(weight, Absent)}
+        named = chain.from_iterable(stage.model.named_parameters() for stage in self.stages.values())
+        every: dict[Tensor, str] = {weight: name for name, weight in named if not isinstance(weight, Absent)}
+        lacks = lambda stage, own: {weight: name for weight, name in every.items() if weight not in own}  # noqa: E731
+        self._others = {index: lacks(stage, {*stage.parameters()}) for index, stage in self.stages.items()}
 
     def _divide(self, setup: Setup, division: Division) -> dict[int, Stage]:
         """The stages of this process. The optimizer gets their weights."""

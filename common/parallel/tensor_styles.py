@@ -6,7 +6,6 @@ shard of it: all collectives are in this module.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -104,7 +103,8 @@ def divide(module: Any, style: str, group: TensorGroup, attribute: str = "") -> 
         return
     kind, _, number = style.rpartition("_")
     if kind == SHARED_KEYS:
-        module.register_forward_hook(partial(_copy_end, int(number), group))
+        end = int(number)  # the last features, which each process uses for its own heads
+        module.register_forward_hook(lambda _, args, out: torch.cat([out[..., :-end], group.copy(out[..., -end:])], -1))
         return
     own, packs = module.forward, int(number) if number.isdigit() else 1
     if style == NORM_OF_HEADS:  # the weight is whole, and its gradient the sum over the heads
@@ -179,8 +179,3 @@ def _look_up(module: nn.Embedding, group: TensorGroup) -> Change:
         return own((ids - first).where(is_here, 0)).masked_fill(~is_here.unsqueeze(-1), 0)
 
     return look_up
-
-
-def _copy_end(num_outputs: int, group: TensorGroup, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    """The output of a layer whose last features each process uses for its own heads."""
-    return torch.cat([output[..., :-num_outputs], group.copy(output[..., -num_outputs:])], -1)

@@ -102,8 +102,8 @@ def check_all_used(trained: Mapping[str, Tensor], values: Sequence[Tensor], rank
 def not_used(what: str) -> UsageError:
     return UsageError(
         f"{what}: freeze weights that no pass uses, with requires_grad_(False) or by leaving them out of the "
-        "optimizer; if only some passes use a weight, as with layerdrop, set that to 0, or as with experts add 0 * "
-        "weight.sum() to each loss"
+        "optimizer; if only some passes use a weight: set layerdrop to 0, or, with experts, add 0 * weight.sum() to "
+        "each loss"
     )
 
 

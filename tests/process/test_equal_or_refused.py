@@ -13,6 +13,7 @@ from support.launching import fork
 from support.recipes import FLAGS, USERS
 from support.runs import ROOT, TOLERANCE, Run, largest_difference, refused, weight_distance
 
+LATE = "tests/users/late.py"
 BROUGHT = runpy.run_path(str(ROOT / USERS))
 CONFIGS = ("ddp", "fsdp2", "tensor_parallel", "deepspeed_zero2", "deepspeed_zero3")
 # In `make test`. None: the result of one process; else a part of the lines that refuse the run.
@@ -149,6 +150,14 @@ def test_habit_has_one_result_or_is_refused(
     else:
         assert refused(run) and run.exit_code == 2 and not (run.output_dir / "model").exists(), run.stderr
         assert expected is not None and (expected is ... or expected in run.stderr), run.stderr
+
+
+@pytest.mark.parametrize("recipe", [f"{USERS} --step neighbours_in_training", f"{LATE} --what neighbours"])
+def test_value_that_depends_on_other_samples_is_said(tmp_path: Path, recipe: str) -> None:
+    """The first begins in step 1 in training alone, the second in step 4, in a run on the CPU."""
+    script, _, arguments = recipe.partition(" ")
+    run = fork(tmp_path / "run", "ddp", script, arguments)
+    assert run.stdout.count('"loss" of a sample depends on the other samples of its micro-batch, here 2 of 8') == 1
 
 
 def assert_close(run: Run, expected: Run) -> None:

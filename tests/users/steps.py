@@ -80,6 +80,11 @@ def mixup(model: Any, batch: Batch, whole: nn.Module) -> Values:
     return square(model(mixed["x"]), mixed)
 
 
+def neighbours_in_training(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    output = model(batch["x"])
+    return square(output + 0.5 * output.roll(1) if model.training else output, batch)
+
+
 def contrast(model: Any, batch: Batch, whole: nn.Module) -> Values:
     output = model(batch["x"])
     scores = -(output.unsqueeze(1) - batch["y"].unsqueeze(0)).abs()
@@ -255,6 +260,7 @@ HABITS: dict[str, Step] = {
         noise_of_torch,
         noise_of_its_own,
         mixup,
+        neighbours_in_training,
         contrast,
         names_by_data,
         order_by_data,
