@@ -16,7 +16,6 @@ from ..seeds import EVALUATION, generator_states, restore_generators, seed_forwa
 from ..step.batch_loss import Values
 from ..step.engine import evaluating
 from .sketch import Sketch
-from .tolerances import BF16
 
 
 @dataclass
@@ -26,8 +25,7 @@ class FirstPass:
     draws: bool = False  # whether it draws from a generator of Python, NumPy or torch
     draws_for_batches: bool = False  # whether `__getitems__` or the `collate_fn` draws
     written: list[str] = field(default_factory=list)  # names of the weights and buffers that it changes
-    # names of the values of `forward_step` that depend on the other samples of the micro-batch
-    mixes: list[str] = field(default_factory=list)
+    mixes: list[str] = field(default_factory=list)  # names of values that depend on the other samples
     mixes_gradients: bool = False  # whether their gradients do, though the values do not
     low_weights: str = ""  # the type of weights with fewer bits than float32; "" if there are none
     has_low_layers: bool = False  # whether a layer computes with fewer bits than float32, in a float32 config
@@ -65,29 +63,27 @@ class FirstPass:
         self.written = changed + [name for name, buffer in buffers.items() if not torch.equal(buffer, later[name])]
 
     def compare_halves(
-        self, model: nn.Module, values_of: NumberedStep, fetch: Callable[[Tensor], Batch], ids: Tensor, number: int
+        self, take_pass: Callable[..., "Part"], fetch: Callable[[Tensor], Batch], ids: Tensor, tolerance: float
     ) -> None:
         """Finds values and gradients that depend on the other samples of a micro-batch, in evaluation and in training:
         takes each half alone. If a pass draws, it has each half twice, so that each sample gets the same numbers."""
         size = len(ids) // 2
         for trains in (False, True) if size else ():
-            take, mixed = partial(_part, model, values_of, number, trains), dict[str, None]()
+            take, mixed = partial(take_pass, trains), dict[str, None]()
             try:
-                batch = fetch(ids[: 2 * size])
-                whole = take(batch)
-                rest, draws = whole.gradient, whole.draws or self.draws_for_batches
+                whole = take(batch := fetch(ids[: 2 * size]), slice(None))
+                rest, norm, draws = whole.gradient, 0.0, whole.draws or self.draws_for_batches
                 for half in (slice(size), slice(size, 2 * size)):
-                    part = take(_twice(batch, half), half) if draws else take(fetch(ids[half]))
-                    expected = {name: value[half] for name, value in whole.values.items()}
-                    mixed |= dict.fromkeys(name for name in part.values if not _is_close(part.values, expected, name))
-                    rest = rest - part.gradient
-                is_sum = whole.draws_backwards or float(rest.norm()) <= BF16[""] * float(whole.gradient.norm())
-                again = whole if is_sum and not mixed else take(batch)  # differs if the recipe keeps something
+                    part = take(_twice(batch, half), half) if draws else take(fetch(ids[half]), slice(None))
+                    mixed |= {name: None for name in part.values if not part.is_close(whole, name, tolerance, half)}
+                    rest, norm = rest - part.gradient, norm + float(part.gradient.norm())
+                is_sum = whole.draws_backwards or float(rest.norm()) <= 10 * tolerance * norm
+                again = whole if is_sum and not mixed else take(batch, slice(None))  # the recipe may keep a value
             except Exception:  # a model that cannot take half a batch
                 continue
             self.draws_in_evaluation |= whole.draws and not trains
             self.draws |= whole.draws_backwards
-            self.mixes += [name for name in mixed if _is_close(again.values, whole.values, name)]
+            self.mixes += [name for name in mixed if again.is_close(whole, name, tolerance)]
             self.mixes_gradients |= not is_sum and not mixed and torch.equal(again.gradient, whole.gradient)
 
     def say(self, plan: Plan, say: Callable[[str], Any]) -> None:
@@ -130,48 +126,49 @@ class FirstPass:
 
 
 @dataclass
-class _Part:
-    """What `forward_step` gives for a batch."""
+class Part:
+    """What `forward_step` gives for a batch, and the weights of its samples."""
 
     values: Values
     gradient: Tensor  # of the sum of the losses, as sketches of all weights in a row; empty in evaluation
     draws: bool  # whether the forward pass draws from a generator
     draws_backwards: bool  # whether the backward pass does
 
+    def is_close(self, whole: "Part", name: str, tolerance: float, half: slice = slice(None)) -> bool:
+        """Relative to a sample, or to a larger mean; also if shapes differ, as of generated answers."""
+        pair = self.values[name], whole.values[name][half]
+        value, other = (each.double().reshape(len(each), -1).nan_to_num() for each in pair)
+        if value.shape != other.shape:
+            return True
+        gaps, sizes = (value - other).norm(dim=1), other.norm(dim=1)
+        return bool((gaps <= tolerance * sizes.clamp(min=float(sizes.mean())) + 1e-6).all())
 
-def _part(
-    model: nn.Module, values_of: NumberedStep, number: int, trains: bool, batch: Batch, own: slice = slice(None)
-) -> _Part:
+
+def take_part(model: nn.Module, values_of: NumberedStep, step: int, trains: bool, batch: Batch, own: slice) -> Part:
     """Only the samples of `own` count."""
     found = list[tuple[Tensor, bool, bool]]()
 
-    def noted(model: nn.Module, batch: Batch, number: int) -> Values:
+    def noted(model: nn.Module, batch: Batch, step: int) -> Values:
         device = next(value.device for value in batch.values() if isinstance(value, Tensor))
         states = [generator_states(device)]
-        values = {name: value[own] for name, value in values_of(model, batch, number).items()}
+        whole = {name: batch[name] for name in {"weight"} & {*batch}} | values_of(model, batch, step)
+        values = {name: value[own] for name, value in whole.items()}
         states.append(generator_states(device))
-        trained = {"loss"} & {*values} or values  # all for a batch_loss
-        sums = [value.sum() for name, value in values.items() if name in trained and value.requires_grad]
+        losses = [values["loss"]] if "loss" in values else values.values()  # else for a batch_loss
+        sums = [value.sum() for value in losses if value.requires_grad]
         weights = [weight for weight in model.parameters() if weight.requires_grad]
         gradients = torch.autograd.grad(sums, weights, materialize_grads=True) if sums else ()
-        states.append(generator_states(device))
-        sketches = [Sketch.of(each).sums for each in gradients if not each.is_sparse]
-        found.append((torch.cat([torch.zeros(1), *sketches]), states[0] != states[1], states[1] != states[2]))
+        sketches = torch.cat([torch.zeros(1), *(Sketch.of(each).sums for each in gradients if not each.is_sparse)])
+        found.append((sketches, states[0] != states[1], states[1] != generator_states(device)))
         return {name: value.detach() for name, value in values.items()}
 
-    return _Part(evaluate_batch(model, noted, batch, number, trains), *found[0])
+    return Part(evaluate_batch(model, noted, batch, step, trains), *found[0])
 
 
 def _twice(batch: Batch, half: slice) -> Batch:
     """The samples of `half`, also in place of the others."""
     parts = {name: value[half] for name, value in batch.items()}
     return {name: torch.cat([part] * 2) if isinstance(part, Tensor) else part * 2 for name, part in parts.items()}
-
-
-def _is_close(values: Values, expected: Values, name: str) -> bool:
-    """Also if shapes differ, as of generated answers: the longest may be in the other half."""
-    value, other = values[name].double(), expected[name].double()
-    return value.shape != other.shape or torch.allclose(value, other, rtol=1e-3, atol=1e-6, equal_nan=True)
 
 
 def evaluate_batch(model: nn.Module, values_of: NumberedStep, batch: Batch, step: int, trains: bool = False) -> Values:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -28,9 +29,10 @@ from ..step.setup import Setup
 from ..stopping import signals
 from ..weights.on_disk import with_full_weights
 from ..weights.shards import checkpoint_tensors
-from .first_pass import FirstPass, evaluate_batch
+from .first_pass import FirstPass, evaluate_batch, take_part
 from .modules import ModuleTrace
 from .sketch import BLOCK, Sketch, random_signs
+from .tolerances import BF16, LATER
 from .trace import Observer, Step
 
 MAX_SECONDS = 60.0
@@ -102,10 +104,11 @@ class ReferenceRun:
                     evaluate_batch(model, lambda _, *given: engine.evaluate(*given), micro_batches[0], number)
                 self.seconds = min(self.seconds, time.monotonic() - began)
             if compares is not None:  # a few samples are enough; of micro-batches of one sample, two
-                few = torch.cat(plan.own_samples(every[-1]))[: min(max(2, plan.micro_batch_size), 8)]
-                epoch = every[-1] // plan.steps_per_epoch
+                few = torch.cat(plan.own_samples(number))[: min(max(2, plan.micro_batch_size), 8)]
+                epoch = number // plan.steps_per_epoch
                 fetch = lambda ids: next(batches(setup.train_set, [(epoch, ids)], device, plan.config))  # noqa: E731
-                compares.compare_halves(model, as_numbered_step(setup.forward_step), fetch, few, every[-1])
+                take = partial(take_part, model, as_numbered_step(setup.forward_step), number)
+                compares.compare_halves(take, fetch, few, BF16[""] if self.is_low else LATER)
         self.changes = self.changes or changes
         for name in changes.lost:
             raise UsageError(

@@ -1,6 +1,7 @@
 """Promise: a run says if the result depends on how the samples of a batch are divided, also in training alone."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from accelerate_recipes.common.check.first_pass import FirstPass
+from accelerate_recipes.common.check.first_pass import FirstPass, take_part
 from accelerate_recipes.common.data import Batch
 
 Change = Callable[[Tensor], Tensor]
@@ -80,7 +81,7 @@ def counted(losses: Tensor) -> Tensor:
 def looked_at(model: nn.Module, values_of: Any, number: int = len(LENGTHS), **given: Any) -> FirstPass:
     torch.manual_seed(0)
     found = FirstPass(**given)
-    found.compare_halves(model.train(), values_of, fetch, torch.arange(number), 0)
+    found.compare_halves(partial(take_part, model.train(), values_of, 0), fetch, torch.arange(number), 1e-3)
     assert model.training and all(weight.grad is None for weight in model.parameters())
     return found
 
@@ -106,6 +107,16 @@ def test_samples_that_are_computed_alone(dropout: float, number: int) -> None:
 def test_values_that_mix_samples_in_training_alone(dropout: float, change: Change, values_of: Any) -> None:
     found = looked_at(Net(change, dropout), values_of)
     assert found.mixes == ["loss"] and not found.mixes_gradients
+
+
+def test_weights_of_samples_that_depend_on_the_micro_batch() -> None:
+    def shares(ids: Tensor) -> Batch:
+        batch = fetch(ids)
+        return batch | {"weight": batch["length"] / batch["length"].sum()}
+
+    found = FirstPass()
+    found.compare_halves(partial(take_part, Net(), masked, 0), shares, torch.arange(len(LENGTHS)), 1e-3)
+    assert set(found.mixes) == {"weight"}
 
 
 def test_values_that_depend_on_the_size_of_the_micro_batch() -> None:
