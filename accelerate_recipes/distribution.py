@@ -23,9 +23,7 @@ def files() -> dict[str, Path]:
     places = {_PACKAGE.name: _PACKAGE, f"{_PACKAGE.name}/common": bundle.COMMON}  # in a checkout, the second is a link
     if not bundle.ROOT.is_relative_to(_PACKAGE):
         places |= {f"{_PACKAGE.name}/bundle/{place.name}": place for place in _DATA}
-    return {
-        f"{name}/{path.relative_to(place).as_posix()}": path for name, place in places.items() for path in _in(place)
-    }
+    return {f"{name}/{path.relative_to(top).as_posix()}": path for name, top in places.items() for path in _in(top)}
 
 
 def _in(folder: Path) -> list[Path]:

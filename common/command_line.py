@@ -31,8 +31,7 @@ def parse(config_class: type[ConfigT], arguments: Sequence[str] | None = None) -
         UsageError: an unknown flag, or a value of the wrong type or out of range.
         SystemExit: with code 0 after `--help`.
     """
-    words = sys.argv[1:] if arguments is None else arguments
-    config = config_class(**_Parser(config_class).parse(words))
+    config = config_class(**_Parser(config_class).parse(sys.argv[1:] if arguments is None else arguments))
     config.validate()
     return config
 
@@ -77,8 +76,7 @@ class _Parser(argparse.ArgumentParser):
             elif hint is bool:
                 help += f" (--no_{field.name} turns it off{'; off by default' * (not field.default)})"
                 group.add_argument(f"--no_{field.name}", dest=field.name, action="store_false", help=argparse.SUPPRESS)
-            options = {"help": help.replace("%", "%%")} | _options(hint, field.name)
-            group.add_argument(f"--{field.name}", **options)
+            group.add_argument(f"--{field.name}", **{"help": help.replace("%", "%%")} | _options(hint, field.name))
         if not hasattr(config_class, OF_OLD_LAUNCHERS):
             self.add_argument(f"--{OF_OLD_LAUNCHERS}", help=argparse.SUPPRESS)
 

@@ -135,7 +135,8 @@ def predict(config: Config, asked: str) -> None:
     model, tokenizer = exported_model(AutoModelForQuestionAnswering, config.output_dir)
     with open_text(local_path(config.context), None) as file:
         question = Question(asked, file.read())
-    windows = Windows([question], tokenizer, config.max_length, config.stride)
+    longest = min(config.max_length, tokenizer.model_max_length)
+    windows = Windows([question], tokenizer, longest, config.stride)
     values = make_forward_step(config)(model, pad_to_longest(PADDING)([windows[row] for row in range(len(windows))]))
     print_once(best_answers([windows], values, may_be_none=True)[question] or "no answer")
 

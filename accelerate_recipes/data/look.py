@@ -131,7 +131,7 @@ def _sample(batch: dict[str, Any], row: int, raw: dict[str, Any], tokenizer: Any
             columns = value.view(len(value), -1).unbind(1)
             for number, column in enumerate(columns):
                 title = name if len(columns) == 1 else f"{name}, {number + 1} of {len(columns)}"
-                labels, positions = (_column(mine.get(other), number, length) for other in ("labels", "positions"))
+                labels, positions = (_column(mine.get(each), value, number, length) for each in ("labels", "positions"))
                 parts.append({"name": title, "tokens": _runs(column[:length], labels, positions, tokenizer)})
         elif name not in BESIDE_TOKENS:
             first = ", ".join(f"{number:.4g}" for number in value.flatten()[:6].tolist())
@@ -185,9 +185,9 @@ def _runs(
     return runs
 
 
-def _column(value: Any, number: int, length: int) -> Tensor | None:
-    """A column of a tensor that belongs to the tokens."""
-    if not isinstance(value, Tensor) or value.ndim == 0:
+def _column(value: Any, tokens: Tensor, number: int, length: int) -> Tensor | None:
+    """A column of a tensor that belongs to the tokens; None if it has another length, as in an encoder-decoder."""
+    if not isinstance(value, Tensor) or value.ndim == 0 or len(value) != len(tokens):
         return None
     columns = value.view(len(value), -1)
     return columns[:length, min(number, columns.shape[1] - 1)]

@@ -80,8 +80,7 @@ def _text(console: Console, runs: list[list[Any]]) -> Text:
 def _blocks(png: str) -> Text:
     """A small image of coloured half blocks, two pixels a character."""
     image = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB")
-    height = max(2, WIDTH * image.height // image.width // 2 * 2)
-    colours = numpy.asarray(image.resize((WIDTH, height))).tolist()
+    colours = numpy.asarray(image.resize((WIDTH, max(2, WIDTH * image.height // image.width // 2 * 2)))).tolist()
     text = Text()
     for above, below in zip(colours[::2], colours[1::2]):
         for upper, lower in zip(above, below):

@@ -39,8 +39,7 @@ def seconds_of(event: Collective, gpu: Gpu, per_machine: int) -> float:
     bytes_sent, rounds = bytes_to_send(kind, size, group.size), 2 if kind == "all_reduce" else 1
     if machines == 1:
         return rounds * gpu.link_latency + bytes_sent / (gpu.link * gpu.reached_link)
-    cards = max(1, group.size // machines)
-    rate = min(gpu.network * gpu.reached_network * cards, gpu.link * gpu.reached_link)
+    rate = min(gpu.network * gpu.reached_network * max(1, group.size // machines), gpu.link * gpu.reached_link)
     # The latency of a tree: it grows with the logarithm of the number of machines.
     return rounds * (gpu.link_latency + gpu.network_latency * (machines - 1).bit_length()) + bytes_sent / rate
 

@@ -105,8 +105,7 @@ class DryRun:
         passes = (plan.accumulation - len(one)) // max(1, len(batches) - len(one))
         before, forward = tracker.held, 0
         if plan.layout.pp == 1:
-            values = tracker.track(lambda: engine.forward_step(engine.model, batches[0], 0))
-            forward = values[1] - before
+            forward = tracker.track(lambda: engine.forward_step(engine.model, batches[0], 0))[1] - before
         slots = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
         slots_per_weight = sum(slot.nbytes for slot in slots) / sum(weight.nbytes for weight in trained)
         return StepFacts(

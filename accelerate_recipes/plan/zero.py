@@ -30,8 +30,7 @@ def divide(one: StepFacts, run: RunFacts) -> StepFacts:
         weights, buffers = whole + copy, bucket + max(one.forward, min(passes, one.forward + gradients + bucket))
     else:
         weights = whole / number + copy + gradients + bucket
-        gathered = min(values, LIVE) * width + (number - 1) / number * bucket
-        buffers = gradients + gathered + one.forward
+        buffers = gradients + min(values, LIVE) * width + (number - 1) / number * bucket + one.forward
     return replace(
         one,
         weights=weights,

@@ -63,7 +63,7 @@ class FirstPass:
         self.written = changed + [name for name, buffer in buffers.items() if not torch.equal(buffer, later[name])]
 
     def compare_halves(
-        self, take_pass: Callable[..., "Part"], fetch: Callable[[Tensor], Batch], ids: Tensor, tolerance: float
+        self, take_pass: Callable[..., "Outcome"], fetch: Callable[[Tensor], Batch], ids: Tensor, tolerance: float
     ) -> None:
         """Finds values and gradients that depend on the other samples of a micro-batch, in evaluation and in training:
         takes each half alone. If a pass draws, it has each half twice, so that each sample gets the same numbers."""
@@ -126,7 +126,7 @@ class FirstPass:
 
 
 @dataclass
-class Part:
+class Outcome:
     """What `forward_step` gives for a batch, and the weights of its samples."""
 
     values: Values
@@ -134,7 +134,7 @@ class Part:
     draws: bool  # whether the forward pass draws from a generator
     draws_backwards: bool  # whether the backward pass does
 
-    def is_close(self, whole: "Part", name: str, tolerance: float, half: slice = slice(None)) -> bool:
+    def is_close(self, whole: "Outcome", name: str, tolerance: float, half: slice = slice(None)) -> bool:
         """Relative to a sample, or to a larger mean; also if shapes differ, as of generated answers."""
         pair = self.values[name], whole.values[name][half]
         value, other = (each.double().reshape(len(each), -1).nan_to_num() for each in pair)
@@ -144,7 +144,7 @@ class Part:
         return bool((gaps <= tolerance * sizes.clamp(min=float(sizes.mean())) + 1e-6).all())
 
 
-def take_part(model: nn.Module, values_of: NumberedStep, step: int, trains: bool, batch: Batch, own: slice) -> Part:
+def outcome_of(model: nn.Module, values_of: NumberedStep, step: int, trains: bool, batch: Batch, own: slice) -> Outcome:
     """Only the samples of `own` count."""
     found = list[tuple[Tensor, bool, bool]]()
 
@@ -162,7 +162,7 @@ def take_part(model: nn.Module, values_of: NumberedStep, step: int, trains: bool
         found.append((sketches, states[0] != states[1], states[1] != generator_states(device)))
         return {name: value.detach() for name, value in values.items()}
 
-    return Part(evaluate_batch(model, noted, batch, step, trains), *found[0])
+    return Outcome(evaluate_batch(model, noted, batch, step, trains), *found[0])
 
 
 def _twice(batch: Batch, half: slice) -> Batch:

@@ -48,8 +48,7 @@ class ModuleTrace:
         modules that take no hooks, such as scripted ones, and modules that are partly in another stage."""
         hooks, calls = [], Counter[tuple[int, str]]()
         for name, module in engine.running_modules():
-            is_whole = not any(map(is_absent, module.modules()))
-            if is_whole and not isinstance(module, torch.jit.ScriptModule):
+            if not isinstance(module, torch.jit.ScriptModule) and not any(map(is_absent, module.modules())):
                 self.classes[name] = type(module).__name__
                 hooks.append(module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True))
                 hooks.append(module.register_forward_hook(partial(self._after, engine, calls, name)))

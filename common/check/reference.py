@@ -29,7 +29,7 @@ from ..step.setup import Setup
 from ..stopping import signals
 from ..weights.on_disk import with_full_weights
 from ..weights.shards import checkpoint_tensors
-from .first_pass import FirstPass, evaluate_batch, take_part
+from .first_pass import FirstPass, evaluate_batch, outcome_of
 from .modules import ModuleTrace
 from .sketch import BLOCK, Sketch, random_signs
 from .tolerances import BF16, LATER
@@ -107,7 +107,7 @@ class ReferenceRun:
                 few = torch.cat(plan.own_samples(number))[: min(max(2, plan.micro_batch_size), 8)]
                 epoch = number // plan.steps_per_epoch
                 fetch = lambda ids: next(batches(setup.train_set, [(epoch, ids)], device, plan.config))  # noqa: E731
-                take = partial(take_part, model, as_numbered_step(setup.forward_step), number)
+                take = partial(outcome_of, model, as_numbered_step(setup.forward_step), number)
                 compares.compare_halves(take, fetch, few, BF16[""] if self.is_low else LATER)
         self.changes = self.changes or changes
         for name in changes.lost:

@@ -119,6 +119,4 @@ def checksums(batch: Batch) -> dict[str, list[int]]:
     """A checksum of each sample, for each tensor of a batch."""
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.numel()}
     rows = {name: value.detach().cpu().reshape(len(value), -1) for name, value in tensors.items()}
-    return {
-        name: [zlib.crc32(row.view(torch.uint8).numpy().tobytes()) for row in value] for name, value in rows.items()
-    }
+    return {name: [zlib.crc32(row.view(torch.uint8).numpy().tobytes()) for row in each] for name, each in rows.items()}

@@ -36,6 +36,9 @@ def try_export(setup: Setup, group: CpuGroup) -> None:
     checks that there is room for the weights. A collective. Raises UsageError if the export would fail."""
     output_dir, module, line = setup.plan.config.output_dir, setup.model, None
     dtype = export_dtype(setup.plan.config.export_dtype, module)
+    settings: Any = getattr(module, "config", None)
+    if hasattr(module, "from_pretrained"):
+        settings.architectures = [type(module).__name__]  # sharding renames the class
     if group.rank == 0:
         weights = checkpoint_tensors(module).values()
         types = (dtype if dtype is not None and weight.is_floating_point() else weight.dtype for weight in weights)

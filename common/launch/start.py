@@ -110,7 +110,7 @@ def _join(environment: Environment, config: RunConfig) -> ObservedAccelerator:
     if rehearses_fp16 := rehearses and layout.precision == "fp16":
         layout = replace(layout, precision="float32")
         print_once("fp16 needs a GPU: this rehearsal runs in float32")
-    if environment.store_number > 0:
+    if environment.store_number > 0 and layout.num_processes > 1:
         _join_after_restart(layout, timeout)
     if rehearses:
         prepare_rehearsal(layout, timeout)
@@ -151,13 +151,12 @@ def mesh_of_accelerate(layout: Layout) -> AbstractContextManager[None]:
 
 def _join_after_restart(layout: Layout, timeout: timedelta) -> None:
     """Joins the others under a new prefix in the launcher's store, which still has the addresses of ended processes."""
-    if layout.num_processes > 1:
-        backend = torch.distributed.get_default_backend_for_device(layout.device)
-        if layout.environment.is_true("fsdp_offload_params"):  # as Accelerate does: weights on the CPU need collectives
-            backend = f"{layout.device}:{backend},cpu:gloo"
-        store, rank, size = next(torch.distributed.rendezvous("env://"))
-        store = torch.distributed.PrefixStore(f"restart_{layout.environment.store_number}", store)
-        torch.distributed.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+    backend = torch.distributed.get_default_backend_for_device(layout.device)
+    if layout.environment.is_true("fsdp_offload_params"):  # as Accelerate does: weights on the CPU need collectives
+        backend = f"{layout.device}:{backend},cpu:gloo"
+    store, rank, size = next(torch.distributed.rendezvous("env://"))
+    store = torch.distributed.PrefixStore(f"restart_{layout.environment.store_number}", store)
+    torch.distributed.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
 
 
 def _trackers(config: RunConfig) -> list[str]:

@@ -53,8 +53,7 @@ class DeepSpeedEngine(Engine):
         self._unwatched_step = self._own_optimizer.step
         self._own_optimizer.step = self._watched_step  # type: ignore[method-assign]
         self._order, self._first_order = 0, None  # checksums of the order in which gradients arrive
-        trained = [weight for weight in self.module.parameters() if weight.requires_grad]
-        for number, weight in enumerate(trained):
+        for number, weight in enumerate(each for each in self.module.parameters() if each.requires_grad):
             weight.register_post_accumulate_grad_hook(partial(self._arrived, number.to_bytes(4, "big")))
 
     def _arrived(self, number: bytes, weight: Tensor) -> None:
@@ -94,9 +93,20 @@ class DeepSpeedEngine(Engine):
         return nullcontext()
 
     def _differentiate(self, loss: Tensor, scale: Tensor) -> None:
+        """Raises UsageError if the gradients did not arrive in the order of the first pass of process 0. ZeRO adds them
+        up in the order of arrival: it would add the gradients of different weights."""
         self._order = 0
         self.model.backward(loss * (scale * self.plan.accumulation))
-        self._check_order()
+        if self._first_order is None:
+            orders: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(orders, self._order)
+            self._first_order = orders[0]
+        if self._order != self._first_order:
+            raise UsageError(
+                f"the forward pass of process {self.accelerator.process_index} takes a different path through the "
+                "model than other passes, as with experts, which ZeRO does not support: use --config_file "
+                "accelerate_configs/ddp.yaml"
+            )
 
     def _update(self, number: int, wants_norm: bool) -> tuple[Tensor | float | None, bool]:
         with self._draws_for_all_weights(number):
@@ -116,20 +126,6 @@ class DeepSpeedEngine(Engine):
                 "part of several weights in one tensor; use --config_file accelerate_configs/ddp.yaml"
             )
         return result
-
-    def _check_order(self) -> None:
-        """Raises UsageError if the gradients did not arrive in the order of the first pass of process 0. ZeRO adds them
-        up in the order of arrival: it would add the gradients of different weights."""
-        if self._first_order is None:
-            orders: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(orders, self._order)
-            self._first_order = orders[0]
-        if self._order != self._first_order:
-            raise UsageError(
-                f"the forward pass of process {self.accelerator.process_index} takes a different path through the "
-                "model than other passes, as with experts, which ZeRO does not support: use --config_file "
-                "accelerate_configs/ddp.yaml"
-            )
 
     def shards(self) -> list[Shard]:
         """Like `Engine.shards`, but each tensor is whole; `get` gathers one tensor at a time."""

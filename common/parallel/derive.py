@@ -194,9 +194,7 @@ def _is_plain(module: nn.Module) -> bool:
         return False
     if type(module).forward in (nn.Linear.forward, nn.Embedding.forward) or is_conv1d(module):
         return True
-    part = {
-        name: weight[tuple(slice(size // 2) for size in weight.shape)] for name, weight in module.named_parameters()
-    }
+    part = {name: each[tuple(slice(size // 2) for size in each.shape)] for name, each in module.named_parameters()}
     given = torch.linspace(-1, 1, part["weight"].shape[1]).to(part["weight"])
     try:
         return is_same(torch.func.functional_call(module, part, given), F.linear(given, **part))

@@ -193,8 +193,7 @@ def _move_beside(moves: list[tuple[Path, Path]]) -> None:
 
 def _check_shared(folder: Path, group: CpuGroup, machine_rank: int) -> None:
     """Raises UsageError in all processes unless all machines share the folder."""
-    name = group.broadcast(f".seen_by_all_{uuid.uuid4().hex}")
-    token = folder / name
+    token = folder / group.broadcast(f".seen_by_all_{uuid.uuid4().hex}")
     if group.rank == 0:
         token.touch()
     group.broadcast(None)  # all wait here until the file exists

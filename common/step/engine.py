@@ -106,8 +106,7 @@ class Engine:
         for index, batch in enumerate(micro_batches):
             with self._sums_gradients(index == len(micro_batches) - 1):
                 self._seed(number, index)
-                values = self.forward_step(self.model, batch, number)
-                loss, others = self._loss(number, index, batch, values)
+                loss, others = self._loss(number, index, batch, self.forward_step(self.model, batch, number))
                 self._differentiate(loss, scale)
             losses.append(loss.detach())
             metrics.append(others)

@@ -98,8 +98,7 @@ class Replicas:
         for key in dict.fromkeys(key for own in bits for key in own):
             first, *others = [number for number, own in enumerate(bits) if key in own]
             for other in [number for number in others if bits[number][key] != bits[first][key]]:
-                held = local(tensors[key[0]]).detach().cpu() if rank in (first, other) else None
-                values = group.all_gather(held)
+                values = group.all_gather(local(tensors[key[0]]).detach().cpu() if rank in (first, other) else None)
                 size = relative_distance(values[other], values[first])
                 if not size <= ROUNDING:
                     return (

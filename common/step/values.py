@@ -29,9 +29,7 @@ def check_values(
         else:
             check_metrics(values, size, "forward_step", has_examples)
         if not shapes:
-            shapes.update(
-                {name: values[name].shape for name in sorted(values, key=lambda name: (name != "loss", name))}
-            )
+            shapes.update({name: values[name].shape for name in sorted(values, key=lambda key: (key != "loss", key))})
         if values.keys() != shapes.keys():
             raise UsageError(
                 f"forward_step returns {', '.join(values)}, and {', '.join(shapes)} for another batch: return the same "

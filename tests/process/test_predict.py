@@ -1,16 +1,19 @@
-"""Promise: `mnist.py --predict image.png` classifies with the exported model."""
+"""Promise: `--predict` shows what the exported model makes of one input."""
 
+import json
 import re
 import runpy
 from pathlib import Path
 
+import numpy
 import pytest
+import soundfile
 from PIL import Image
 
 from accelerate_recipes import load_exported
 from accelerate_recipes.common.tasks.vision.images import ImageFormat, load_images, read_image
 from support.launching import fork
-from support.recipes import MNIST
+from support.recipes import MNIST, SPEECH, TEXT_CLASSIFICATION, TOKEN_CLASSIFICATION
 from support.runs import ROOT, refused
 
 
@@ -56,3 +59,24 @@ def test_no_model_is_refused(tmp_path: Path, config: str) -> None:
     run = fork(tmp_path / "run", config, MNIST, "--predict digit.png", succeeds=False)
     line = f"error: no model in {tmp_path / 'run' / 'model'}: train first (the same command without --predict)"
     assert refused(run).startswith(line) and not run.output_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "shape"), [(TEXT_CLASSIFICATION, r"\w+: 0\.\d{4}"), (TOKEN_CLASSIFICATION, r"[A-Z]+: .+")]
+)
+def test_text_that_is_longer_than_the_model(tmp_path: Path, recipe: str, shape: str) -> None:
+    """It is cut as in training."""
+    run = fork(tmp_path / "run", "single", recipe, "--max_steps 2")
+    answer = fork(run.output_dir, "single", recipe, f"--predict {'for.handler:' * 100}")
+    assert all(re.fullmatch(shape, line) for line in answer.stdout.splitlines()) and answer.stdout
+
+
+@pytest.mark.parametrize("target", ["text", "class"])
+def test_recording_heard_by_a_model_from_scratch(tmp_path: Path, target: str) -> None:
+    """FSDP2 gives the class of the model another name; config.json has the model's own."""
+    run = fork(tmp_path / "run", "fsdp2", SPEECH, f"--target {target} --max_steps 2")
+    kind = {"text": "Wav2Vec2ForCTC", "class": "Wav2Vec2ForSequenceClassification"}[target]
+    assert json.loads((run.output_dir / "model" / "config.json").read_text())["architectures"] == [kind]
+    soundfile.write(tmp_path / "tone.wav", numpy.sin(numpy.arange(8000) / 3), 8000)
+    answer = fork(run.output_dir, "single", SPEECH, f"--target {target} --predict {tmp_path / 'tone.wav'}")
+    assert target == "text" or re.match(r"\d: \d+\.\d%\n", answer.stdout)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -196,8 +197,10 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no box": (lambda it: it["annotations"][1].pop("bbox"), "expected a bbox of left, top, width and height"),
     "no class": (lambda it: it["annotations"][1].pop("category_id"), "and a known category"),
     "an unknown class": (lambda it: it["annotations"][1].update(category_id=8), "and a known category"),
-    "an unknown image": (lambda it: it["annotations"][1].update(image_id=8), "is not COCO's JSON"),
-    "images without names": (lambda it: it["images"][1].pop("file_name"), "is not COCO's JSON .'file_name'"),
+    "an unknown image": (lambda it: it["annotations"][1].update(image_id=8), "is not COCO's JSON .8 is missing"),
+    "images without names": (lambda it: it["images"][1].pop("file_name"), "is not COCO's JSON .'file_name' is missing"),
+    "an image twice": (lambda it: it["images"][1].update(id=0), "is not COCO's JSON .an id occurs twice"),
+    "a class twice": (lambda it: it["categories"][1].update(id=CATS[0]["id"]), "COCO's JSON .an id occurs twice"),
     "no classes": (lambda it: it.update(categories=3), "is not COCO's JSON"),
     "outside": (
         lambda it: it["annotations"][0].update(bbox=[50, 0, 3, 4]),
@@ -209,13 +212,33 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 @pytest.mark.parametrize("what", BAD)
 def test_wrong_annotations(tmp_path: Path, what: str) -> None:
     write(tmp_path)
-    content, (spoil, line) = coco(5, FOUND), BAD[what]
+    content, (spoil, line) = deepcopy(coco(5, FOUND)), BAD[what]
     spoil(content)
     (tmp_path / "boxes.json").write_text(json.dumps(content))
     with pytest.raises(UsageError, match=line) as raised:
         for part in load(tmp_path):
             [*samples(part)]
     assert "\n" not in str(raised.value)
+
+
+def test_objects_as_lists_of_different_lengths(tmp_path: Path) -> None:
+    """Only the lists that are read must have the same length."""
+    write(tmp_path)
+    (tmp_path / "boxes.json").unlink()
+    box, none = [2, 2, 9, 9], {"bbox": [], "category": [], "area": []}
+    found = [{"bbox": [box, box], "category": ["a", "b"], "area": []}] * 4 + [none]
+    for train, lines in (("", None), ('{"bbox": [[2, 2, 9, 9]], "category": ["a", "b"]}', "expected a bbox of left")):
+        rows = [{"file_name": f"{row}.png", "objects": each} for row, each in enumerate(found)]
+        rows[0]["objects"] = json.loads(train) if train else rows[0]["objects"]
+        (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        if lines is None:
+            assert sorted(map(len, (each for part in load(tmp_path)[:1] for each in part.objects))) == [0, 2, 2, 2, 2]
+        else:
+            with pytest.raises(UsageError, match=lines):
+                load(tmp_path)
+    (tmp_path / "metadata.jsonl").write_text(json.dumps({"file_name": "x.png", "objects": found[0]}))
+    with pytest.raises(UsageError, match=r"names the image x.png: no such file"):
+        load(tmp_path)
 
 
 def test_wrong_folders(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from accelerate_recipes.common.check.first_pass import FirstPass, take_part
+from accelerate_recipes.common.check.first_pass import FirstPass, outcome_of
 from accelerate_recipes.common.data import Batch
 
 Change = Callable[[Tensor], Tensor]
@@ -81,7 +81,7 @@ def counted(losses: Tensor) -> Tensor:
 def looked_at(model: nn.Module, values_of: Any, number: int = len(LENGTHS), **given: Any) -> FirstPass:
     torch.manual_seed(0)
     found = FirstPass(**given)
-    found.compare_halves(partial(take_part, model.train(), values_of, 0), fetch, torch.arange(number), 1e-3)
+    found.compare_halves(partial(outcome_of, model.train(), values_of, 0), fetch, torch.arange(number), 1e-3)
     assert model.training and all(weight.grad is None for weight in model.parameters())
     return found
 
@@ -115,7 +115,7 @@ def test_weights_of_samples_that_depend_on_the_micro_batch() -> None:
         return batch | {"weight": batch["length"] / batch["length"].sum()}
 
     found = FirstPass()
-    found.compare_halves(partial(take_part, Net(), masked, 0), shares, torch.arange(len(LENGTHS)), 1e-3)
+    found.compare_halves(partial(outcome_of, Net(), masked, 0), shares, torch.arange(len(LENGTHS)), 1e-3)
     assert set(found.mixes) == {"weight"}
 
 

@@ -192,6 +192,19 @@ def test_classes_that_may_be_a_mistake(
     assert line in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("cells", [["[1, 5]", "[5]", "[]"], ["[27 3]", "[3]", "[27]"]])
+def test_lists_of_numbers_that_became_texts(tmp_path: Path, cells: list[str]) -> None:
+    rows = [f'{{"text": "t {number}", "label": "{cells[number % 3]}"}}' for number in range(30)]
+    with pytest.raises(UsageError, match=r"a list or dict is text in a cell, \["):
+        load_labelled_texts(write(tmp_path / "a.jsonl", *rows), target="classes")
+
+
+def test_lists_of_zeros_and_ones_name_no_classes(tmp_path: Path) -> None:
+    rows = [f'{{"text": "t {number}", "label": [0, 1, {number % 2}]}}' for number in range(30)]
+    with pytest.raises(UsageError, match="column label has lists of 0 and 1: expected lists with the names"):
+        load_labelled_texts(write(tmp_path / "a.jsonl", *rows), target="classes")
+
+
 def test_ids_are_no_classes(tmp_path: Path) -> None:
     data = write(tmp_path / "a.csv", "text,label", *(f"t,{10**12 + number}" for number in range(50)))
     line = "50 texts have 1000000000000, 1000000000001, 1000000000002, 1000000000003, 1000000000004, 1000000000005, ..."

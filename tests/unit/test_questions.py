@@ -138,6 +138,14 @@ def test_answers_in_each_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "1 of 6 questions have no answer" in output
 
 
+def test_a_split_with_hidden_answers_is_no_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hidden = [row | {"answers": {"text": [], "answer_start": []}} for row in ROWS]
+    for name, rows in (("train", ROWS), ("test", hidden)):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    _, evaluation = load_questions(str(tmp_path))
+    assert any(one.answers for one in evaluation) and "test" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("indent", [None, 2])
 def test_squad_s_own_file(tmp_path: Path, indent: int | None) -> None:
     asked = [{"question": "what ate", "id": "1", "answers": ROWS[1]["answers"], "is_impossible": False}]
@@ -152,7 +160,10 @@ def test_squad_s_own_file(tmp_path: Path, indent: int | None) -> None:
 @pytest.mark.parametrize(
     ("answers", "line"),
     [
-        ({"text": ["dog"], "answer_start": [31]}, "row 1: answer 'dog' is not at character 31 of its text"),
+        (
+            {"text": ["dog"], "answer_start": [31]},
+            f"answer 'dog' is not at character 31 of its text: it is at character {ROWS[0]['context'].find('dog')}",
+        ),
         ("wolf", "row 1: answer 'wolf' is not in its text"),
         ({"text": "dog"}, 'row 1: expected an answer as a text, or as {"text": [...], "answer_start": [...]}; found'),
         ([1], 'row 1: expected an answer as a text, or as {"text": [...], "answer_start": [...]}; found [1]'),

@@ -45,6 +45,22 @@ def test_universal_dependencies(tmp_path: Path) -> None:
     assert load(tmp_path / "a.conllu", "2", "4") == expected
 
 
+def test_comments_before_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Some have as many columns as the words; a word may be # itself."""
+    lines = ["# id 1\tdomain=en", "the _ _ O", "# _ _ B-X", "", "# sent_id = 12", "EU _ _ B-ORG", ""]
+    (tmp_path / "a.conll").write_text("\n".join(lines))
+    assert load(tmp_path / "a.conll") == [(["the", "#"], ["O", "B-X"]), (["EU"], ["B-ORG"])]
+    taken = "no column is called tokens: column 1 is taken, no column is called ner_tags: column 4 is taken"
+    assert taken in capsys.readouterr().out
+
+
+def test_tags_that_are_numbers_have_their_order(tmp_path: Path) -> None:
+    rows = [{"tokens": ["a", "b"], "ner_tags": [number, 12 - number]} for number in range(13)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    train, _ = load_tagged_words(str(tmp_path / "a.jsonl"), "tokens", "ner_tags", list)
+    assert train.classes == [str(number) for number in range(13)]
+
+
 def test_folder_with_parts(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     for name, (words, tags) in zip(("train", "dev"), SENTENCES):
         (tmp_path / f"{name}.txt").write_text("\n".join(map(" ".join, zip(words, tags))))
@@ -91,6 +107,8 @@ def test_tables(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, caps
         ("a.jsonl", '{"tokens": ["a", "b"], "ner_tags": ["O"]}', "row 1: 2 words in column tokens, and 1 tags in"),
         ("a.jsonl", '{"tokens": ["a"], "ner_tags": [null]}', "row 1: 1 words in column tokens, and 0 tags in"),
         ("a.docx", "a O", "its name must end with one of"),
+        ("a.conll", "a\tO\nb\t\n\nc\tO\n", "line 2 has no word or no tag: b"),
+        ("a.conll", "a\tO\n\tO\n\nc\tO\n", "line 2 has no word or no tag: "),
     ],
 )
 def test_broken_files(tmp_path: Path, name: str, text: str, line: str) -> None:
@@ -188,4 +206,7 @@ def test_a_list_that_became_a_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("words,tags\n" + "\"['EU', 'is']\",\"['B-ORG', 'O']\"\n" * 10)
     line = r"a list or dict is text in a cell, \['EU', 'is'\]: write the table as JSON lines"
     with pytest.raises(UsageError, match=line):
+        load_tagged_words(str(tmp_path / "a.csv"), "words", "tags", list)
+    (tmp_path / "a.csv").write_text("words,tags\n" + 'a b,"[1, 0]"\n' * 10)
+    with pytest.raises(UsageError, match=r"a list or dict is text in a cell, \[1, 0\]"):
         load_tagged_words(str(tmp_path / "a.csv"), "words", "tags", list)

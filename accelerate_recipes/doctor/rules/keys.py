@@ -160,8 +160,7 @@ def one_machine(config: Config) -> Iterator[Finding]:
 
 def _instead(config: Config, key: str, section: str = "") -> Iterator[Edit | str]:
     """What to type instead of an unknown key: where it belongs, the nearest one, or nothing."""
-    value = config.section(section).get(key)
-    for edit in _meant(key, value, section):
+    for edit in _meant(key, config.section(section).get(key), section):
         there = config.section(edit.section).get(edit.key)
         if there is None:
             yield edit

@@ -92,9 +92,7 @@ def check_padding(model: Any, extractor: Any) -> None:
     """Raises UsageError if padding changes a model's output for a recording, as with a mean over all of its frames."""
     name, rate = extractor.model_input_names[0], extractor.sampling_rate
     noise = torch.randn(2 * rate, generator=torch.Generator().manual_seed(0)).numpy()
-    short, long = (
-        extractor(noise[:size], sampling_rate=rate, return_tensors="pt")[name][0] for size in (rate, 2 * rate)
-    )
+    short, long = (extractor(noise[:end], sampling_rate=rate, return_tensors="pt")[name][0] for end in (rate, 2 * rate))
     collate = pad_to_longest()
     with with_full_weights(model.eval()):
         alone, both = (model(**collate([{name: each} for each in batch])).logits for batch in ([short], [short, long]))

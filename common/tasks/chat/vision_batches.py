@@ -143,8 +143,7 @@ class VisionEncoder:
         chats, images = [_asking(2), _asking(1, "Why?")], [[small, wide], [wide]]
         texts = [render(messages, self.processor) for messages in chats]
         # The last one has no images. It is not for the processor: some refuse an empty list.
-        samples = [self.sample(*both, is_cut=False) for both in [*zip(chats, images), (_asking(0), [])]]
-        own = self.collate(samples)
+        own = self.collate([self.sample(*both, is_cut=False) for both in [*zip(chats, images), (_asking(0), [])]])
         others = (*self.of_tokens, *self._without, *(ROWS + name for name in self.of_rows))
         own = unpad({name: own[name] for name in others})
         expected = self._process(texts, images, padding=True, padding_side="right")

@@ -177,7 +177,6 @@ def with_losses(
     if divisible:
         model.sequence_parallel = LongSequences(model)
     model.forward = MethodType(forward, model)  # a method: a deep copy of the model then calls its own layers
-    model.config.architectures = [type(model).__name__]  # the class that from_pretrained builds from the export
     return model
 
 
@@ -191,7 +190,6 @@ def with_logits(model: PreTrainedModel) -> PreTrainedModel:
 
     _attend_without_mask(model)
     model.forward = MethodType(forward, model)
-    model.config.architectures = [type(model).__name__]
     return model
 
 

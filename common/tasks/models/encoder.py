@@ -70,7 +70,6 @@ def small_bert(
         **({} if classes is None else config_of_classes(classes)),
     )
     model = make(shape)
-    model.config.architectures = [type(model).__name__]
     freeze_key_biases(model)
     always_mask(model)
     if config.evaluate_only:
@@ -79,7 +78,9 @@ def small_bert(
         if classes is not None and there != classes:
             raise UsageError(f"the classes are {', '.join(there)} in {folder}, and {', '.join(classes)} in the data")
         return model, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    return model, word_tokenizer(texts, config.vocabulary, masks="MaskedLM" in type(model).__name__)
+    tokenizer = word_tokenizer(texts, config.vocabulary, masks="MaskedLM" in type(model).__name__)
+    tokenizer.model_max_length = config.max_length  # from_pretrained's pipelines cut texts there
+    return model, tokenizer
 
 
 def load_encoder(kind: Any, name_or_path: str, max_length: int, **options: Any) -> tuple[PreTrainedModel, Any]:

@@ -164,7 +164,8 @@ def exported_pipeline(task: str, output_dir: Path) -> Any:
     from transformers import pipeline  # takes seconds
 
     warnings.filterwarnings("ignore", "Tokenizer does not support real words")  # each token is one
-    return pipeline(task, model=exported_folder(output_dir))
+    cuts = {"truncation": True} if task == "text-classification" else {}  # other pipelines always cut, or cannot
+    return pipeline(task, model=exported_folder(output_dir), **cuts)
 
 
 @silent()

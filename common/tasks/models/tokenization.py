@@ -1,7 +1,6 @@
 """A byte tokenizer, and a digest that identifies a tokenizer."""
 
 import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -42,14 +41,18 @@ def adds_special_tokens(processor: Any, text: str) -> bool:
     return plain is not processor and not (plain.bos_token is not None and text.startswith(plain.bos_token))
 
 
-def rows_with_tokens(*encoded: Sequence[Any]) -> list[int]:
-    """The numbers of the samples that have tokens in each of these columns. Attention in a text without tokens has
-    nothing to attend to, which is 0/0. Prints how many such samples there are. Raises UsageError if all are such."""
-    kept = [row for row, sample in enumerate(zip(*encoded)) if all(sample)]
+def rows_with_tokens(*encoded: Any) -> list[int]:
+    """The numbers of the samples that have tokens in each of these columns, which a tokenizer gave. Attention in a text
+    without tokens has nothing to attend to, which is 0/0. Prints how many such samples there are, and how many are cut.
+    Raises UsageError if no sample has tokens."""
+    columns = [column["input_ids"] for column in encoded]
+    kept = [row for row, sample in enumerate(zip(*columns)) if all(sample)]
     if not kept:
         raise UsageError("no sample has tokens in each of its texts: look at the columns that the flags name")
-    if missing := len(encoded[0]) - len(kept):
-        say(f"{missing:,} of {len(encoded[0]):,} samples have a text without tokens: left out")
+    if missing := len(columns[0]) - len(kept):
+        say(f"{missing:,} of {len(columns[0]):,} samples have a text without tokens: left out")
+    if cut := {row for each in encoded for row, one in enumerate(each.encodings or ()) if one.overflowing}:
+        say(f"{len(cut):,} of {len(columns[0]):,} samples have a text that is longer than the flags allow: cut")
     return kept
 
 

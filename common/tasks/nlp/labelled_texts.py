@@ -38,7 +38,7 @@ class EncodedTexts(Dataset):
         pairs = isinstance(source.samples[0], tuple)
         columns = [[*column] for column in zip(*source.samples)] if pairs else [[*source.samples]]
         encoded = tokenizer(*columns, truncation=True, max_length=max_length)
-        kept = rows_with_tokens(encoded["input_ids"])
+        kept = rows_with_tokens(encoded)
         names = ["input_ids", "token_type_ids"] if pairs and "token_type_ids" in encoded else ["input_ids"]
         self.tokens = [{name: torch.tensor(encoded[name][row]) for name in names} for row in kept]
         self.labels = replace(source, samples=(), labels=[source.labels[row] for row in kept])
@@ -131,6 +131,8 @@ def _labels(table: Table, column: str, target: str) -> list[Any]:
     if target == "classes":
         kind = getattr(table.kinds.get(column), "feature", None)
         names = [[(text_of_cell(one, kind) or "").strip() for one in parts_of_cell(cell, ",")] for cell in cells]
+        if any(len(cell) > 1 and {*cell} <= {"0", "1", "0.0", "1.0"} for cell in names):
+            raise UsageError(f"column {column} has lists of 0 and 1: expected lists with the names of the classes")
         return [tuple(dict.fromkeys(filter(None, cell))) for cell in names]  # none twice
     if any(isinstance(cell, list) for cell in cells):
         raise UsageError(f"--data {table.name}: column {column} has lists of classes: use --target classes")

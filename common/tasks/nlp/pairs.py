@@ -47,10 +47,10 @@ class EncodedPairs(ListDataset):
         begins = [prompts["query" if name == "query" else "document"] for name in names]
         # Outer white space is removed, as in sentence-transformers.
         texts = [[(begin + pair.texts[at]).strip() for pair in pairs] for at, begin in enumerate(begins)]
-        encoded = [tokenizer(column, truncation=True, max_length=max_length)["input_ids"] for column in texts]
+        encoded = [tokenizer(column, truncation=True, max_length=max_length) for column in texts]
         self.samples = []
         for row in rows_with_tokens(*encoded):
-            sample = {name: torch.tensor(tokens[row]) for name, tokens in zip(names, encoded)}
+            sample = {name: torch.tensor(one["input_ids"][row]) for name, one in zip(names, encoded)}
             digests = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in pairs[row].texts]
             sample["text_ids"] = torch.tensor([int.from_bytes(digest, "big", signed=True) for digest in digests])
             score = pairs[row].score

@@ -155,7 +155,7 @@ def _rows(table: Table, context: str, question: str, answers: str) -> list[Quest
     if "data" in table.column_names and context not in table.column_names:
         with suppress(TypeError, KeyError):  # SQuAD's own file
             paragraphs = [each for cell in table.values("data") for article in cell for each in article["paragraphs"]]
-            asked = [(each["context"], one["question"], one["answers"]) for each in paragraphs for one in each["qas"]]
+            asked = [(it["context"], one["question"], one.get("answers")) for it in paragraphs for one in it["qas"]]
             columns = [context, question, answers]
             table = replace(table, column_names=columns, rows=[dict(zip(columns, cells)) for cells in asked])
     table.check_columns({"--context_column": context, "--question_column": question, "--answers_column": answers})
@@ -177,6 +177,7 @@ def _answers(cell: Any, context: str, where: str) -> list[tuple[str, int]]:
         raise UsageError(f"{where}: expected an answer as {forms}; found {str(cell)[:40]}") from None
     for text, begin in found:
         if begin < 0 or context[begin : begin + len(text)] != text:
-            place = "in" if begin < 0 else f"at character {begin} of"
-            raise UsageError(f"{where}: answer '{text}' is not {place} its text: copy it from the text as it is")
+            place, there = "in" if begin < 0 else f"at character {begin} of", context.find(text)
+            right = f"it is at character {there}" if there >= 0 else "copy it from the text as it is"
+            raise UsageError(f"{where}: answer '{text}' is not {place} its text: {right}")
     return found

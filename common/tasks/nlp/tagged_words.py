@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...data.facts import count_by_class, say
+from ...data.facts import count_by_class, printable, say
 from ...data.sets import ListDataset
 from ...errors import UsageError
 from ..models.causal_lm import IGNORED
-from ..reading.labelled import Labelled, flatten
+from ..reading.labelled import Labelled, flatten, in_order, say_odd_classes
 from ..reading.rows import Table, parts_of_cell, text_of_cell
 from ..reading.sources import TABLES, divide, files_of_folder, load_tables, walk
 from ..reading.text_files import Place, ending_of, local_path, open_text
@@ -21,6 +21,7 @@ CONLL = dict.fromkeys((".conll", ".conllu", ".bio", ".iob", ".iob2", ".txt", ".t
 ADVICE = (
     f"use --data stdlib, or the path of a .jsonl or .parquet file, or of one with a word a line: {', '.join(CONLL)}"
 )
+COMMENT = re.compile(r"# ?(id\s|[\w.]+ ?=)")  # such as "# sent_id = 12", before a sentence
 MARK = re.compile("[BILUES]-.")  # of a tag: where in an entity the word is
 
 Sentence = tuple[list[str], list[str]]  # words, and the tag of each
@@ -124,11 +125,12 @@ def load_tagged_words(
     parts = divide(parts)
     if not all(parts):
         raise UsageError(f"--data {data} has no sentences for training or evaluation: expected two or more")
-    classes = names or sorted({tag for part in parts for _, tags in part for tag in tags})
+    classes = names or in_order(tag for part in parts for _, tags in part for tag in tags)
     train, evaluation = (
         Labelled.of_names([words for words, _ in part], [tags for _, tags in part], classes) for part in parts
     )
     say(f"--data {data}: {count_by_class(classes, flatten(train.labels + evaluation.labels))}")
+    say_odd_classes(data, (train, evaluation), "sentence")
     if "O" not in classes:
         say(f"--data {data}: no tag is O: precision, recall and F1 count each word")
     return train, evaluation
@@ -157,6 +159,12 @@ def _sentences(place: Place, word_column: str, tag_column: str) -> Iterator[Sent
     at = [names.index(name) if name in names else default for name, default in ((word_column, 0), (tag_column, -1))]
     if len(names) < 2:
         raise UsageError(f"{place}: expected a word and its tag in a line, found {first.strip()[:40]!r}")
+    if not {word_column, tag_column} <= {*names}:
+        said = {name: names[place] for name, place in zip((word_column, tag_column), at) if name not in names}
+        say(
+            f"{place}: "
+            + ", ".join(f"no column is called {name}: column {there} is taken" for name, there in said.items())
+        )
     tag, every = cells[at[1]], [line.split(separator)[at[1] :][:1] for line in lines]
     if not has_header and every.count([tag]) == 1 and tag != "O" and not MARK.match(tag):
         flags = f"--word_column {cells[at[0]]} --tag_column {tag}"
@@ -165,10 +173,13 @@ def _sentences(place: Place, word_column: str, tag_column: str) -> Iterator[Sent
     for number, line in enumerate([*lines, ""], start=1):
         cells = line.split(separator)
         is_text = re.match(r"\d+[-.]\d+\t", line) and ending_of(place) == ".conllu"  # of several words, or none
-        if line.startswith("-DOCSTART-") or is_text or (line[:1] == "#" and len(cells) != len(names)):
+        is_comment = line[:1] == "#" and (len(cells) != len(names) or (not words and COMMENT.match(line)))
+        if line.startswith("-DOCSTART-") or is_text or is_comment:
             continue
         if line.strip() and len(cells) != len(names):
             raise UsageError(f"{place}, line {number} has {len(cells)} columns: expected {len(names)} as in the others")
+        if line.strip() and not (cells[at[0]].strip() and cells[at[1]].strip()):
+            raise UsageError(f"{place}, line {number} has no word or no tag: {printable(line[:40])}")
         if line.strip():
             words.append(cells[at[0]])
             tags.append(cells[at[1]])

@@ -34,7 +34,7 @@ class Translations(ListDataset):
     def __init__(self, pairs: Pairs, tokenizer: Any, model: Any, prefix: str, max_length: int, max_target_length: int):
         sources = tokenizer([prefix + source for source, _ in pairs], truncation=True, max_length=max_length)
         targets = tokenizer(text_target=[target for _, target in pairs], truncation=True, max_length=max_target_length)
-        kept = rows_with_tokens(sources["input_ids"], targets["input_ids"])
+        kept = rows_with_tokens(sources, targets)
         self.targets, self.samples = [pairs[row][1].strip() for row in kept], []
         for row in kept:
             source, labels = (torch.tensor(each["input_ids"][row]) for each in (sources, targets))

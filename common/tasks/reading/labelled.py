@@ -108,9 +108,7 @@ def flatten(labels: Sequence[Any]) -> list[Any]:
 
 def renumber(labels: Sequence[Any], numbers: Mapping[Any, int] | Sequence[int]) -> list[Any]:
     """The number for the class of each sample; a tuple if there are several."""
-    return [
-        tuple(numbers[one] for one in label) if isinstance(label, list | tuple) else numbers[label] for label in labels
-    ]
+    return [tuple(numbers[one] for one in each) if isinstance(each, list | tuple) else numbers[each] for each in labels]
 
 
 def balanced_weights(parts: Sequence[Labelled]) -> list[float]:

@@ -6,7 +6,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date, datetime, time
@@ -95,18 +95,19 @@ class Table:
     def has_classes(self, *columns: str | None) -> bool:
         """Whether any cell of a column has a class: not empty, not -1 or -100 (no class), nor a list of only these."""
         found = [each for each in columns if each and {each, each.partition(".")[0]} & {*self.column_names}]
-        cells = (cell if isinstance(cell, list) else [cell] for each in found for cell in self.values(each))
+        cells = ([*cell.values()] if isinstance(cell, dict) else cell for each in found for cell in self.values(each))
+        cells = (cell if isinstance(cell, list) else [cell] for cell in cells)
         nothing = {"", "[]", "-1", "-1.0", "-100"}
         return any({str(one).strip() for one in cell if one is not None} - nothing for cell in cells)
 
-    def values(self, column: str) -> Iterable[Any]:
-        """The cells of a column; of "translation.de" what its cells have as "de"."""
+    def values(self, column: str) -> Any:
+        """A sequence of the cells of a column; of "translation.de" of what its cells have as "de"."""
         whole, _, part = column.partition(".")
         if column not in self.column_names and part:
             cells = (cell if isinstance(cell, dict) else parts_of_cell(cell) for cell in self.values(whole))
-            return (cell.get(part) if isinstance(cell, dict) else None for cell in cells)
+            return [cell.get(part) if isinstance(cell, dict) else None for cell in cells]
         is_dataset = hasattr(self.rows, "select_columns")  # which need not read whole rows
-        return TableColumn(self.rows, column) if is_dataset else (row.get(column) for row in self.rows)
+        return TableColumn(self.rows, column) if is_dataset else [row.get(column) for row in self.rows]
 
     def texts(self, column: str) -> Iterator[str | None]:
         """The text in each row of a column; None if there is none. Raises UsageError for lists."""
@@ -191,7 +192,7 @@ def rows_with_text(table: Table, *columns: str, beside: Sequence[Any] | None = N
 def parts_of_cell(cell: Any, separator: str | None = None) -> list[Any]:
     """A list, or the parts of a text. Raises UsageError for a list or dict that `to_csv` of pandas made a text."""
     text = cell if isinstance(cell, list) else text_of_cell(cell) or ""
-    if isinstance(text, str) and re.match(r"[\[{]\s*['\"].*[\]}]$", text, re.DOTALL):
+    if isinstance(text, str) and re.match(r"[\[{]\s*(['\"].*|[-+.,\d\s]*)[\]}]$", text, re.DOTALL):
         raise UsageError(f"a list or dict is text in a cell, {text[:40]}: write the table as JSON lines or parquet")
     return text.split(separator) if isinstance(text, str) else text
 

@@ -114,8 +114,7 @@ def _datasets_of(
     for place in chain(*files.values(), path.rglob("*.arrow") if is_saved(path) else ()):
         check_is_pulled(Path(place))
     if files:  # for `datasets` a path is a pattern
-        escaped = {name: [glob.escape(str(place)) for place in places] for name, places in files.items()}
-        where = "parquet", escaped
+        where = "parquet", {name: [glob.escape(str(place)) for place in places] for name, places in files.items()}
     folder = ""
     with _errors_in_one_line(data, advice):
         if is_saved(path):

@@ -137,7 +137,12 @@ def _beside_images(data: str, folder: Path, files: list[Path], objects_column: s
                 f"{table} names the image {name}: no such file beside it, in images, or in {places[-1].name}"
             )
         parts[split] = table, [str(way[0]) for way in ways], [*found[1]], found[2]
-    chosen = labelled_splits(data, names_of_splits(data, parts), parts.__getitem__, lambda part: any(part[2]))
+    chosen = labelled_splits(
+        data,
+        names_of_splits(data, parts),
+        parts.__getitem__,
+        lambda part: any(any(each.values()) if isinstance(each, dict) else each for each in part[2]),
+    )
     named = {Path(path) for table, paths, *_ in chosen for path in [table, *paths]}
     if chosen and (others := [file for file in files if file not in named]):
         say(f"--data {data}: left out: {len(others):,} files that no table names, such as {printable(others[0].name)}")
@@ -157,14 +162,17 @@ def _read_table(path: Path, objects_column: str) -> tuple[Iterable[Any], Iterabl
             content = json.load(text)
         if not isinstance(content, dict) or not {"images", "annotations", "categories"} <= content.keys():
             return None
-        files = {image["id"]: image["file_name"] for image in content["images"]}
+        files, kinds = {image["id"]: image["file_name"] for image in content["images"]}, content["categories"]
+        if len(files) < len(content["images"]) or len({each["id"] for each in kinds}) < len(kinds):
+            raise ValueError("an id occurs twice")
         objects: dict[Any, list[Any]] = {number: [] for number in files}
         for each in content["annotations"]:
             objects[each["image_id"]].append(each)
-        return files.values(), objects.values(), {each["id"]: str(each["name"]) for each in content["categories"]}
+        return files.values(), objects.values(), {each["id"]: str(each["name"]) for each in kinds}
     except (ValueError, RecursionError, LookupError, TypeError) as error:
+        what = f"{error} is missing" if isinstance(error, KeyError) else first_line(error)
         raise UsageError(
-            f"{path} is not COCO's JSON ({first_line(error)}): expected images with id and file_name, annotations with "
+            f"{path} is not COCO's JSON ({what}): expected images with id and file_name, annotations with "
             "image_id, category_id and bbox, and categories with id and name"
         ) from None
 
@@ -181,8 +189,10 @@ def _objects_in(cell: Any, names: dict[Any, str] | None, image: str) -> list[Obj
     """The objects in a cell: a list, or a dict of lists. `names`: of the classes, if the cell has none."""
     row, objects = cell, list[Object]()
     try:
-        rows = [dict(zip(cell, values)) for values in zip(*cell.values())] if isinstance(cell, dict) else cell or []
-        for row in rows:
+        if isinstance(cell, dict):  # lists of the same length; what else it has may have others
+            cell = {name: cell[name] for name in (*CATEGORIES, "bbox", "iscrowd") if name in cell}
+            cell = [dict(zip(cell, values)) for values in zip(*cell.values(), strict=True)]
+        for row in cell or []:
             value, box = next(row[name] for name in CATEGORIES if name in row), row["bbox"]
             label = text_of_cell(value) if names is None else names[value]
             if label is None or len(box) != 4 or not math.isfinite(math.fsum(box)):

@@ -113,8 +113,7 @@ def resize(
     side = form.size
     levels = numpy.asarray(image.resize((side, side), Image.Resampling.BILINEAR, box, reducing_gap=3))
     levels = numpy.ascontiguousarray((levels[:, ::-1] if is_mirrored else levels).transpose(2, 0, 1))
-    pixels = torch.from_numpy(levels).view(3, -1).float()
-    return normalise(pixels, form.mean, form.std, colours).view(3, side, side)
+    return normalise(torch.from_numpy(levels).view(3, -1).float(), form.mean, form.std, colours).view(3, side, side)
 
 
 def load_labelled_images(data: str, max_samples: int | None = None) -> tuple[Labelled, Labelled]:

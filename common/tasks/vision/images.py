@@ -148,8 +148,7 @@ def _load_in_memory(data: str, max_samples: int | None) -> tuple[ImageDataset, I
             "use --max_samples with a smaller number"
         )
     images = [[numpy.asarray(image) for image in part.samples] for part in parts]
-    has_colour = any(image.ndim == 3 for part in images for image in part)
-    shape = 3 if has_colour else 1, *images[0][0].shape[:2]
+    shape = 3 if any(image.ndim == 3 for part in images for image in part) else 1, *images[0][0].shape[:2]
     sets = []
     for part, pixels in zip(parts, images):
         for row, image in enumerate(pixels):
