@@ -106,6 +106,7 @@ class AfterSaves:
         folder = Path(self._with.enter_context(TemporaryDirectory(ignore_cleanup_errors=True)))
         output = self._with.enter_context((folder / "output.txt").open("w"))
         sizes = ["--pipeline_stages", "1", "--pipeline_schedule", "1f1b", "--expert_parallel", "1"]
+        sizes += ["--micro_batch_size", str(self._plan.micro_batch_size)]  # dropout depends on it
         records = ["--log_every", "1", "--save_every", "0", "--check_every", "0", "--report_to", ""]
         places = ["--output_dir", str(folder), "--resume_from_checkpoint", str(path.absolute())]
         command = [sys.executable, *sys.argv, *sizes, *records, *places]

@@ -143,10 +143,11 @@ class ParityCheck:
             return self._check_step(number, micro_batches)
         if number == self.first:
             return self._observe_step(number, micro_batches)
-        if number in self._rehearsed:
-            return self._rehearse_step(number, micro_batches)
         is_compared = number in self.after_saves.numbers
-        result = self.engine.step(number, micro_batches, wants_norm or is_compared)
+        if number in self._rehearsed:
+            result = self._rehearse_step(number, micro_batches)
+        else:
+            result = self.engine.step(number, micro_batches, wants_norm or is_compared)
         if is_compared:
             self.after_saves.compare(number, result)
         return result
@@ -218,7 +219,8 @@ class ParityCheck:
 
     def _rehearse_step(self, number: int, micro_batches: Sequence[Batch]) -> StepResult:
         """A later step of a rehearsal, compared with one process."""
-        evaluates = number == self._rehearsed[0] and not self._first_pass.moves
+        differs = self._first_pass.moves or self._first_pass.written  # as BatchNorm's statistics do: a line says so
+        evaluates = number == self._rehearsed[0] and not differs
         own, result = self._observer.step(self.engine, number, micro_batches, evaluates, modules=None)
         steps, rehearsal = self.group.all_gather(own), self._rehearsal
         line = None if rehearsal is None else rehearsal.line(steps, self.layout, number)

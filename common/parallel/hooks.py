@@ -52,12 +52,10 @@ def give_hooks(engine: Engine, hooks: Mapping[str, Sequence[Hook]]) -> None:
             _register(held[name], functions, factor)
 
 
-def _register_once(
-    module: nn.Module, key: str, sharded: Tensor, functions: Sequence[Hook], factor: int, *_: Any
-) -> None:
+def _register_once(module: nn.Module, key: str, sharded: Tensor, hooks: Sequence[Hook], factor: int, *_: Any) -> None:
     weight: Any = module._parameters[key]
     if weight is not sharded and not weight._backward_hooks:
-        _register(weight, functions, factor)
+        _register(weight, hooks, factor)
 
 
 def _register(weight: Tensor, functions: Sequence[Hook], factor: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from support.launching import fork
-from support.recipes import FLAGS
+from support.recipes import FLAGS, MISFIT
 from support.runs import Run, assert_same_result, refused
 
 STATE, LATE = "tests/users/state.py", "tests/users/late.py"
@@ -163,3 +163,11 @@ def test_steps_after_a_save_are_compared(tmp_path: Path, what: str) -> None:
         assert f"late.py --checkpoint {path} looks for the cause" in line
     else:
         assert run.exit_code == 0 and "not compared" not in run.stdout, run.stderr
+
+
+def test_dropout_is_the_same_after_a_save(tmp_path: Path) -> None:
+    """It depends on --micro_batch_size, which the process that repeats the steps takes from the run."""
+    flags = "--case dropout --max_steps 6 --save_every 4 --check_every 4 --log_every 1"  # step 6 is compared twice
+    run = fork(tmp_path / "run", "ddp", MISFIT, flags)
+    assert "not compared" not in run.stdout and "no weight has moved" not in run.stdout
+    assert "the forward pass draws random numbers" in run.stdout

@@ -16,6 +16,7 @@ CASES = (
     "none",
     "iterable",
     "batch_norm",
+    "dropout",
     "sync_batch_norm",
     "nan",
     "crash",
@@ -41,8 +42,8 @@ def main(config: Config) -> None:
     accelerator = start(config)
     images = torch.randint(0, 256, (64, 1, 4, 4), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     dataset = ImageDataset(images, torch.arange(64) % 2, num_classes=2)
-    norms = {"batch_norm": nn.BatchNorm1d, "sync_batch_norm": nn.SyncBatchNorm}
-    middle = norms[config.case](8) if config.case in norms else nn.ReLU()
+    norms = {"batch_norm": nn.BatchNorm1d(8), "sync_batch_norm": nn.SyncBatchNorm(8), "dropout": nn.Dropout(0.5)}
+    middle = norms.get(config.case, nn.ReLU())
     model = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), middle, nn.Linear(8, 2))
     if config.case == "one_process" and accelerator.process_index == 1:
         raise UsageError("this process alone has a problem")
