@@ -80,8 +80,8 @@ def compile_if_asked(model: nn.Module, plan: Plan, layers: Sequence[nn.Module] =
     if not plan.config.compile:
         return
     for module in layers or [model]:
-        # Not module.compile(): it silently skips torch's own modules, for example Sequential.
-        module.forward = torch.compile(module.forward)
+        # Not module.compile(): it silently skips torch's own modules, for example Sequential. Dropout as in eager mode.
+        module.forward = torch.compile(module.forward, options={"fallback_random": True})
 
 
 def say_what_is_cast(accelerator: Accelerator, model: nn.Module, kind: str) -> None:

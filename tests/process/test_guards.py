@@ -166,6 +166,14 @@ def test_batch_norm_is_pointed_out(tmp_path: Path) -> None:
     assert run.stdout.count("changes 2.running_mean, as BatchNorm does, and sees 32 of 64 samples at a time") == 1
 
 
+def test_compiled_dropout_draws_the_same_numbers(tmp_path: Path) -> None:
+    """The parity check compares the run with one process that does not compile."""
+    run = fork(tmp_path / "run", "ddp", MISFIT, "--case dropout --max_steps 2 --compile --log_every 1")
+    plain = fork(tmp_path / "plain", "ddp", MISFIT, "--case dropout --max_steps 2 --log_every 1")
+    assert run.card["checked_steps"] == 2
+    assert run.column("train/loss") == pytest.approx(plain.column("train/loss"), rel=1e-5)
+
+
 def test_layer_that_only_gpus_compute(tmp_path: Path) -> None:
     run = fork(tmp_path / "run", "ddp", MISFIT, "--case sync_batch_norm", succeeds=False)
     assert "DDP cannot train this: ValueError: SyncBatchNorm layers only work with GPU modules" in refused(run)
