@@ -41,6 +41,12 @@ TRANSLATED = {
     r"which may go\b": "you can delete",
     r"are behind each promise": "end-to-end tests cover",
     r"what processes hold that": "replicas of the same shard",
+    r"is trained to have none": "learns that there is no answer",
+    r"had their turn": "ran",
+    r"at the speed of the bus": "copies slow training down",
+    r"judged by the": "... decides",
+    r"attention crosses it": "a token can attend to earlier documents",
+    r"count as unchanged|counts as unchanged": "is not converted again",
 }
 # Constructions that read like a translation, whatever the words, and how to write it instead. Pages have none of them;
 # code has none of the first two.
