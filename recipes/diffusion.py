@@ -4,7 +4,7 @@
 
 Data: scikit-learn's 1,797 digits, embedded; or a folder with MNIST's four IDX files, with a sub-folder of images for
 each class, or with parquet files; or the Hub id of an image-classification dataset.
-Expect: 99 % of 200 images show the requested digit, judged by the nearest training image.
+Expect: 99 % of 200 images show the requested digit: the nearest training image decides.
 Time: a minute and a half on two CPU cores.
 
 To train on MNIST, and to generate more images with the model of an earlier run:
