@@ -135,7 +135,7 @@ class Outcome:
     draws_backwards: bool  # whether the backward pass does
 
     def is_close(self, whole: "Outcome", name: str, tolerance: float, half: slice = slice(None)) -> bool:
-        """Relative to a sample, or to a larger mean; also if shapes differ, as of generated answers."""
+        """Whether a value is close, relative to its sample or a larger mean; also if shapes differ, as of answers."""
         pair = self.values[name], whole.values[name][half]
         value, other = (each.double().reshape(len(each), -1).nan_to_num() for each in pair)
         if value.shape != other.shape:

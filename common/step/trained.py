@@ -66,9 +66,8 @@ class Trained:
         self._first_record = self._first_record or (step, self._bits)
         groups = self._optimizer.param_groups
         is_tiny = all(group["lr"] < LEAST_RATE * group.get("initial_lr", 0) or not group["lr"] for group in groups)
-        if (
-            num_moved or step == since or self._is_still or is_tiny or self._accelerator.scaler is not None
-        ):  # which skips steps
+        may_skip = self._accelerator.scaler is not None
+        if num_moved or step == since or self._is_still or is_tiny or may_skip:
             return
         self._is_still = True
         self._accelerator.print(

@@ -205,6 +205,12 @@ def test_lists_of_zeros_and_ones_name_no_classes(tmp_path: Path) -> None:
         load_labelled_texts(write(tmp_path / "a.jsonl", *rows), target="classes")
 
 
+def test_numbers_of_classes_in_lists(tmp_path: Path) -> None:
+    rows = [f'{{"text": "t {number}", "label": [0, 1{", 5" * (number % 2)}]}}' for number in range(30)]
+    train, _ = load_labelled_texts(write(tmp_path / "a.jsonl", *rows), target="classes")
+    assert train.classes == ["0", "1", "5"]
+
+
 def test_ids_are_no_classes(tmp_path: Path) -> None:
     data = write(tmp_path / "a.csv", "text,label", *(f"t,{10**12 + number}" for number in range(50)))
     line = "50 texts have 1000000000000, 1000000000001, 1000000000002, 1000000000003, 1000000000004, 1000000000005, ..."
