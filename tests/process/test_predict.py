@@ -62,7 +62,11 @@ def test_no_model_is_refused(tmp_path: Path, config: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "shape"), [(TEXT_CLASSIFICATION, r"\w+: 0\.\d{4}"), (TOKEN_CLASSIFICATION, r"[A-Z]+: .+")]
+    ("recipe", "shape"),
+    [
+        (TEXT_CLASSIFICATION, r"\w+: 0\.\d{4}"),
+        pytest.param(TOKEN_CLASSIFICATION, r"[A-Z]+: .+", marks=pytest.mark.full),
+    ],
 )
 def test_text_that_is_longer_than_the_model(tmp_path: Path, recipe: str, shape: str) -> None:
     """It is cut as in training."""
@@ -71,7 +75,7 @@ def test_text_that_is_longer_than_the_model(tmp_path: Path, recipe: str, shape: 
     assert all(re.fullmatch(shape, line) for line in answer.stdout.splitlines()) and answer.stdout
 
 
-@pytest.mark.parametrize("target", ["text", "class"])
+@pytest.mark.parametrize("target", [pytest.param("text", marks=pytest.mark.full), "class"])
 def test_recording_heard_by_a_model_from_scratch(tmp_path: Path, target: str) -> None:
     """FSDP2 gives the class of the model another name; config.json has the model's own."""
     run = fork(tmp_path / "run", "fsdp2", SPEECH, f"--target {target} --max_steps 2")

@@ -80,6 +80,7 @@ FOLDERS = [
         [["data/train-00000-of-00002.csv", "data/train-00001-of-00002.csv"]],
         "2 for train",
     ),
+    (["train-v2.0.csv", "dev-v2.0.csv"], [["train-v2.0.csv"], ["dev-v2.0.csv"]], "1 for train, 1 for validation"),
     (["freight-train-0.csv", "my_test.csv", "a.csv"], [["a.csv", "freight-train-0.csv", "my_test.csv"]], "3 for train"),
     (["2023.csv", "2024.csv", "test.csv"], [["2023.csv", "2024.csv"], ["test.csv"]], "2 for train, 1 for test"),
     (

@@ -131,7 +131,8 @@ def open_recording(file: Any, name: str, folder: Path = Path()) -> Recording:
         place = io.BytesIO(file) if isinstance(file, bytes) else local_path(file, folder)
         waves, rate = soundfile.read(place, dtype="float32", always_2d=True)
     except (RuntimeError, OSError, TypeError) as error:
-        raise UsageError(f"{name} cannot be read ({first_line(error)}): expected WAV, FLAC, OGG or MP3") from None
+        reason = "it has neither bytes nor a path" if file is None else first_line(error)
+        raise UsageError(f"{name} cannot be read ({reason}): expected WAV, FLAC, OGG or MP3") from None
     wave = waves.mean(1)
     if not len(wave) or not math.isfinite(wave.sum()):
         raise UsageError(f"{name} is empty, or has numbers that are not finite: remove it")

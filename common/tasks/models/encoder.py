@@ -94,7 +94,7 @@ def load_encoder(kind: Any, name_or_path: str, max_length: int, **options: Any) 
         max_length: tokens of the longest text.
         options: for `from_pretrained`, such as `id2label` and `label2id` of the classes, and `trust_remote_code`.
     """
-    model, tokenizer, _ = load(kind, name_or_path, "encoder", **options)
+    model, tokenizer, _ = load(kind, name_or_path, "encoder" + "-decoder" * ("Seq2Seq" in kind.__name__), **options)
     if tokenizer.pad_token_id is None:
         raise UsageError(
             f"--model_name_or_path {name_or_path}: its tokenizer has no padding token: use the path of an encoder"

@@ -33,7 +33,7 @@ SPLITS = {
     "validation": ("validation", "valid", "val", "dev"),
 }
 HELD_OUT = 10  # one sample in this many is for evaluation, if the source has no evaluation part
-SHARD = re.compile(r"-\d{5,}-of-\d{5,}$")  # of a split in several files: train-00000-of-00003.parquet
+SHARD = re.compile(r"-(\d{5,}-of-\d{5,}|v\d+(\.\d+)*)$")  # train-00000-of-00003.parquet; SQuAD's train-v2.0.json
 OUTPUT = ("run.json", "metrics.jsonl", "predictions.jsonl", "model", "best", "checkpoints", "previous")  # of a run
 # Files of the Hub, and of `datasets`, about data.
 ABOUT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
