@@ -155,8 +155,8 @@ class PipelineEngine(Engine):
         self._num_hooks = sum(map(len, self._hooks)), num_hooks(self._hooks)
         named = chain.from_iterable(stage.model.named_parameters() for stage in self.stages.values())
         every: dict[Tensor, str] = {weight: name for name, weight in named if not isinstance(weight, Absent)}
-        lacks = lambda stage, own: {weight: name for weight, name in every.items() if weight not in own}  # noqa: E731
-        self._others = {index: lacks(stage, {*stage.parameters()}) for index, stage in self.stages.items()}
+        owns = {index: {*stage.parameters()} for index, stage in self.stages.items()}
+        self._others = {at: {key: name for key, name in every.items() if key not in own} for at, own in owns.items()}
 
     def _divide(self, setup: Setup, division: Division) -> dict[int, Stage]:
         """The stages of this process. The optimizer gets their weights."""

@@ -162,7 +162,8 @@ def test_squad_s_own_file(tmp_path: Path, indent: int | None) -> None:
     [
         (
             {"text": ["dog"], "answer_start": [31]},
-            f"answer 'dog' is not at character 31 of its text: it is at character {ROWS[0]['context'].find('dog')}",
+            "row 1: answer 'dog' is not at character 31 of its text: it is at character "
+            f"{ROWS[0]['context'].find('dog')}",
         ),
         ("wolf", "row 1: answer 'wolf' is not in its text"),
         ({"text": "dog"}, 'row 1: expected an answer as a text, or as {"text": [...], "answer_start": [...]}; found'),
