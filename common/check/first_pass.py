@@ -41,18 +41,14 @@ class FirstPass:
         """Watches the forward pass in the `with` block. Raises UsageError if the pass did not call the model. `called`:
         the model that `forward_step` is given; `module`: the recipe's own one in it."""
         calls: list[bool] = []
-        takes_hooks = not isinstance(called, torch.jit.ScriptModule)
-        hook = called.register_forward_pre_hook(lambda module, args: calls.append(True)) if takes_hooks else None
+        is_scripted = isinstance(called, torch.jit.ScriptModule)  # it takes no hooks
+        hook = nullcontext() if is_scripted else called.register_forward_pre_hook(lambda *_: calls.append(True))
         before = {name: (tensor, tensor._version) for name, tensor in module.named_parameters()}
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}  # BatchNorm changes no version
         states = generator_states(device)
-        try:
-            with _no_new_weights(module):
-                yield
-        finally:
-            if hook is not None:
-                hook.remove()
-        if not calls and takes_hooks:
+        with hook, _no_new_weights(module):
+            yield
+        if not calls and not is_scripted:
             raise UsageError(
                 "forward_step never calls the model that it is given, so nothing connects the processes: call "
                 "model(...), not one of its methods or layers, and not a model from outside forward_step"

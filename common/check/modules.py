@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import product
@@ -46,17 +46,15 @@ class ModuleTrace:
     def watch(self, engine: Engine) -> Iterator[None]:
         """Notes the passes that have a gradient, in the step that the engine takes in the `with` block. Leaves out
         modules that take no hooks, such as scripted ones, and modules that are partly in another stage."""
-        hooks, calls = [], Counter[tuple[int, str]]()
-        for name, module in engine.running_modules():
-            if not isinstance(module, torch.jit.ScriptModule) and not any(map(is_absent, module.modules())):
-                self.classes[name] = type(module).__name__
-                hooks.append(module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True))
-                hooks.append(module.register_forward_hook(partial(self._after, engine, calls, name)))
-        try:
+        calls = Counter[tuple[int, str]]()
+        with ExitStack() as hooks:
+            for name, module in engine.running_modules():
+                if not isinstance(module, torch.jit.ScriptModule) and not any(map(is_absent, module.modules())):
+                    before, after = partial(self._before, name), partial(self._after, engine, calls, name)
+                    self.classes[name] = type(module).__name__
+                    hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+                    hooks.enter_context(module.register_forward_hook(after))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def on_cpu(self) -> "ModuleTrace":
         """The same trace, to compare with those of other processes."""

@@ -154,11 +154,8 @@ def gradients_of(
         found = ((name, weight.grad) for name, weight in weights())
         gradients.update((name, keep(grad)) for name, grad in found if grad is not None and not grad.is_sparse)
 
-    hook = optimizer.register_step_pre_hook(note)
-    try:
+    with optimizer.register_step_pre_hook(note):
         yield gradients
-    finally:
-        hook.remove()
 
 
 @contextmanager

@@ -47,9 +47,9 @@ class Operations(OperationTrace):
                 if name in kinds:
                     is_column = kinds[name] in PACKED or ENDS.get(kinds[name], ("", "sum"))[1] == "keep"
                     leave = partial(self._leave, name, is_column, kinds[name] == NORM_OF_HEADS)
-                    enter = module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
-                    stack.callback(enter.remove)
-                    stack.callback(module.register_forward_hook(leave, with_kwargs=True).remove)
+                    enter = partial(self._enter, name)
+                    stack.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
+                    stack.enter_context(module.register_forward_hook(leave, with_kwargs=True))
             stack.enter_context(self)
             yield
 
