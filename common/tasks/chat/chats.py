@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from ...data.collate import pad_to_longest
 from ...data.facts import say
+from ...data.sets import ListDataset
 from ...errors import UsageError
 from ..models.causal_lm import IGNORED, find_trained_places
 from ..models.tokenization import END, digest_of
@@ -110,7 +110,7 @@ class Chats:
 PAD_CHATS = pad_to_longest({"labels": IGNORED, "places": -1}, None)
 
 
-class ChatDataset(Dataset):
+class ChatDataset(ListDataset):
     """Conversations: {"tokens", "labels": int64 of shape (length,), "places": of trained labels, "weight": float}. A
     label is the next token, or `IGNORED` if it is not trained. The weight is the number of trained labels.
 
@@ -124,9 +124,6 @@ class ChatDataset(Dataset):
         self.rows, self.block = chats.rows, block
         lengths = [] if block is None else [min(size, block) - 1 for size in chats.lengths]
         self.samples = [[row] for row in range(len(chats))] if block is None else pack(lengths, block)
-
-    def __len__(self) -> int:
-        return len(self.samples)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         chats, positions = [shift(self.rows[row]) for row in self.samples[index]], {}
