@@ -17,6 +17,8 @@ from ..step.batch_loss import Values
 from ..step.engine import evaluating
 from .sketch import Sketch
 
+Pass = Callable[[Batch, int], Values]  # of a batch, in the step with a number
+
 
 @dataclass
 class FirstPass:
@@ -144,7 +146,7 @@ def outcome_of(model: nn.Module, values_of: NumberedStep, step: int, trains: boo
     """Only the samples of `own` count."""
     found = list[tuple[Tensor, bool, bool]]()
 
-    def noted(model: nn.Module, batch: Batch, step: int) -> Values:
+    def noted(batch: Batch, step: int) -> Values:
         device = next(value.device for value in batch.values() if isinstance(value, Tensor))
         states = [generator_states(device)]
         whole = {name: batch[name] for name in {"weight"} & {*batch}} | values_of(model, batch, step)
@@ -167,14 +169,14 @@ def _twice(batch: Batch, half: slice) -> Batch:
     return {name: torch.cat([part] * 2) if isinstance(part, Tensor) else part * 2 for name, part in parts.items()}
 
 
-def evaluate_batch(model: nn.Module, values_of: NumberedStep, batch: Batch, step: int, trains: bool = False) -> Values:
+def evaluate_batch(model: nn.Module, evaluate: Pass, batch: Batch, step: int, trains: bool = False) -> Values:
     """What `forward_step` returns in evaluation, or if it `trains`. Changes neither the batch nor a generator."""
     kept = {name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()}
     device = next(value.device for value in kept.values() if isinstance(value, Tensor))
     mode = nullcontext() if trains else evaluating(model)
     with _no_new_weights(model), torch.set_grad_enabled(trains), mode, restore_generators(device):
         seed_forward(0, EVALUATION, 0, device)
-        return values_of(model, kept, step)
+        return evaluate(kept, step)
 
 
 @contextmanager

@@ -101,7 +101,7 @@ class ReferenceRun:
                 else:
                     engine.step(number, micro_batches, wants_norm=False)
                 if change is not None and plan.evaluates(number + 1):  # the run does: what this moves on is noise
-                    evaluate_batch(model, lambda _, *given: engine.evaluate(*given), micro_batches[0], number)
+                    evaluate_batch(model, engine.evaluate, micro_batches[0], number)
                 self.seconds = min(self.seconds, time.monotonic() - began)
             if compares is not None:  # a few samples are enough; of micro-batches of one sample, two
                 few = torch.cat(plan.own_samples(number))[: min(max(2, plan.micro_batch_size), 8)]

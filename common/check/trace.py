@@ -59,8 +59,7 @@ class Observer:
         own.ids = {plan.row(index): ids.tolist() for index, ids in enumerate(plan.own_samples(number))}
         with ExitStack() as hooks:
             if evaluates:
-                evaluate = lambda _, *given: engine.evaluate(*given)  # noqa: E731
-                values = engine.share_values(evaluate_batch(engine.model, evaluate, micro_batches[0], number))
+                values = engine.share_values(evaluate_batch(engine.model, engine.evaluate, micro_batches[0], number))
                 if plan.row(0) == 0:
                     own.evaluated[0] = on_cpu(values)
             if modules is not None:
