@@ -136,15 +136,18 @@ class OperationTrace(TorchDispatchMode):
         """What these values were computed from."""
         return frozenset().union(*(self.origins.get(each, ()) for each in values if isinstance(each, Tensor)))
 
+    def mark(self, values: Any, origins: frozenset[Any]) -> None:
+        """Notes that these values were computed from `origins`."""
+        for each in tree_leaves(values):
+            if isinstance(each, Tensor):
+                self.origins[each] = origins
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         if (origins := self.of(given)) and not TAKES_SHAPE.search(function._schema.name):
             self.used |= origins
-            written = given[:1] if function._schema.is_mutable else []
-            for each in (*tree_leaves(result), *written):
-                if isinstance(each, Tensor):
-                    self.origins[each] = origins
+            self.mark((result, given[:1] if function._schema.is_mutable else []), origins)
         return result
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:

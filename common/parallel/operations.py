@@ -32,12 +32,6 @@ class Operations(OperationTrace):
         origins = self.of(tree_leaves(values))
         self.found |= {f"{what} of {' and '.join(sorted(origins))}"} if origins else set()
 
-    def mark(self, values: Any, origins: Origins) -> None:
-        """Marks these values as coming from divided layers."""
-        for each in tree_leaves(values):
-            if isinstance(each, Tensor):
-                self.origins[each] = origins
-
     @contextmanager
     def watch(self, modules: Iterable[tuple[str, nn.Module]], styles: Mapping[str, str]) -> Iterator[None]:
         """Watches a pass of these modules, which a plan divides."""
