@@ -137,10 +137,9 @@ def load_labelled_images(data: str, max_samples: int | None = None) -> tuple[Lab
             f"--data {data} has images of one class, {parts[0].classes[parts[0].labels[0]]}: expected two or more, "
             "such as a sub-folder for each; of a table, --max_samples takes the first rows"
         )
-    if len(parts) == 2:
-        return parts[0], parts[1]
-    rest, held_out = hold_out(len(parts[0].labels), one_in=5)
-    return parts[0].part(rest), parts[0].part(held_out)
+    if len(parts) == 1:
+        parts = [parts[0].part(ids) for ids in hold_out(len(parts[0].labels), one_in=5)]
+    return parts[0], parts[1]
 
 
 def _draw(shape: str, generator: random.Random) -> Image.Image:
