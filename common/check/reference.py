@@ -228,8 +228,8 @@ def take_reference(run: ReferenceRun, numbers: range, first_pass: FirstPass) -> 
     """Takes the steps with these numbers. Afterwards restores model, optimizer and the recipe's functions. Raises
     NotChecked if the check is not possible, and UsageError if `forward_step` does not call the model."""
     setup = run.setup
-    _check_possible(setup, is_resumed=numbers[0] > 0)
     num_bytes = sum(weight.nbytes for weight in setup.model.parameters())
+    _check_possible(setup, num_bytes, is_resumed=numbers[0] > 0)
     try:
         with with_full_weights(setup.model):
             initial = sketches(setup.model)
@@ -254,10 +254,9 @@ def take_reference(run: ReferenceRun, numbers: range, first_pass: FirstPass) -> 
     return Reference(initial, steps, perturbed, run.is_low, run.changes, again)
 
 
-def _check_possible(setup: Setup, is_resumed: bool) -> None:
-    """Raises NotChecked for fp16 and for a model that leaves no room for the copies."""
+def _check_possible(setup: Setup, num_bytes: int, is_resumed: bool) -> None:
+    """Raises NotChecked for fp16 and for a model, of `num_bytes`, that leaves no room for the copies."""
     device = setup.accelerator.device
-    num_bytes = sum(weight.nbytes for weight in setup.model.parameters())
     # On the CPU, a copy of the weights, gradients and two optimizer slots; on any device, the state of a checkpoint.
     needed = num_bytes * ((4 if device.type == "cpu" else 0) + (2 if is_resumed else 0))
     on_device = math.inf if device.type == "cpu" else torch.get_device_module(device).mem_get_info(device)[0]
