@@ -221,6 +221,12 @@ def test_wrong_annotations(tmp_path: Path, what: str) -> None:
     assert "\n" not in str(raised.value)
 
 
+def test_boxes_as_shares_of_the_image_are_refused(tmp_path: Path) -> None:
+    found = [{"bbox": [0.1, 0.25, 0.5, 0.5], "category_id": 7}, {"bbox": [0, 0, 1, 1], "category_id": 5000}]
+    with pytest.raises(UsageError, match="no number of its boxes is above 1: expected pixels, not shares"):
+        load(write(tmp_path, found=found))
+
+
 def test_objects_as_lists_of_different_lengths(tmp_path: Path) -> None:
     """Only the lists that are read must have the same length."""
     write(tmp_path)

@@ -186,9 +186,27 @@ def test_wrong_masks(tmp_path: Path) -> None:
         Image.new("RGB", (SIZE, SIZE), (1, 2, 3)), r"0.png is in mode RGB: expected a PNG in grey", image=halves(1, 2)
     )
     refused(halves(0, 9), r"0.jpg is a JPEG file, which changes numbers: expected a PNG", "jpg")
+    refused(halves(0, 9), r"0.webp is a WEBP file, which changes numbers: expected a PNG", "webp")
     refused(halves(1, 2), r"/\d.png and its mask have 3 x 2 and 8 x 8 pixels", image=numpy.zeros((2, 3)))
     (tmp_path / "empty" / "masks").mkdir(parents=True)
     write(tmp_path / "other" / "a.png", halves(1, 2))
     (tmp_path / "other" / "masks" / "a.png").rename(tmp_path / "other" / "masks" / "b.png")
     with pytest.raises(UsageError, match=r"no images in folder image\(s\) with masks of their names in mask\(s\)"):
         load(tmp_path / "other")
+
+
+def test_a_table_names_files_from_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And a class that only the evaluation has is said."""
+    for split, pair in {"train": (1, 2), "test": (1, 3)}.items():
+        for name in range(3):
+            write(tmp_path / "files" / split / f"{name}.png", halves(*pair))
+        rows = [{kind: f"../files/{split}/{kind}s/{name}.png" for kind in ("image", "mask")} for name in range(3)]
+        (tmp_path / "set").mkdir(exist_ok=True)
+        (tmp_path / "set" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parts = load(tmp_path / "set")
+    assert parts[0].classes == {1: "1", 2: "2", 3: "3"}
+    assert [len(samples(part)) for part in parts] == [3, 3]
+    assert "classes of the evaluation that no mask for training has: 3" in capsys.readouterr().out
+    (tmp_path / "files" / "train" / "masks" / "1.png").unlink()
+    with pytest.raises(UsageError, match=r"row 2 names \.\./files/train/masks/1.png: no such file in .*set"):
+        load(tmp_path / "set")

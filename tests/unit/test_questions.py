@@ -138,6 +138,16 @@ def test_answers_in_each_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "1 of 6 questions have no answer" in output
 
 
+def test_a_column_says_where_answers_begin(tmp_path: Path) -> None:
+    """Not the first dog of the text; a row without a number has the first one."""
+    rows = [{"context": text, "question": "what ate", "answers": "dog"} for text in (TEXT, TEXT + " now")]
+    text = "".join(json.dumps(row | {"answer_start": begin}) + "\n" for row, begin in zip(rows, (32, None)))
+    (tmp_path / "file.jsonl").write_text(text)
+    train, held_out = load_questions(str(tmp_path / "file.jsonl"))
+    begins = {(one.context, begin) for one in train + held_out for _, begin in one.answers}
+    assert begins == {(TEXT, 32), (TEXT + " now", TEXT.index("dog"))}
+
+
 def test_a_split_with_hidden_answers_is_no_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hidden = [row | {"answers": {"text": [], "answer_start": []}} for row in ROWS]
     for name, rows in (("train", ROWS), ("test", hidden)):

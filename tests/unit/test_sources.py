@@ -81,6 +81,11 @@ FOLDERS = [
         "2 for train",
     ),
     (["train-v2.0.csv", "dev-v2.0.csv"], [["train-v2.0.csv"], ["dev-v2.0.csv"]], "1 for train, 1 for validation"),
+    (
+        ["en_ewt-ud-train.csv", "en_ewt-ud-dev.csv"],
+        [["en_ewt-ud-train.csv"], ["en_ewt-ud-dev.csv"]],
+        "1 for train, 1 for validation",
+    ),
     (["freight-train-0.csv", "my_test.csv", "a.csv"], [["a.csv", "freight-train-0.csv", "my_test.csv"]], "3 for train"),
     (["2023.csv", "2024.csv", "test.csv"], [["2023.csv", "2024.csv"], ["test.csv"]], "2 for train, 1 for test"),
     (

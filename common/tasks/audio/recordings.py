@@ -4,7 +4,6 @@ import io
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from ...data.facts import count_by_class, say
 from ...errors import UsageError, first_line
 from ...weights.on_disk import with_full_weights
 from ..reading.labelled import Labelled, say_odd_classes, with_same_classes
-from ..reading.labelled_images import ImageFiles, Media, read_folder
+from ..reading.labelled_images import ImageFiles, Media, files_in, read_folder
 from ..reading.sources import TABLES, hold_out, is_saved, load_tables, split_of
 from ..reading.text_files import ending_of, local_path
 
@@ -119,8 +118,8 @@ def resample(recording: Recording, rate: int) -> Any:
     return resample_poly(recording.wave, rate // common, recording.rate // common)
 
 
-def open_recording(file: Any, name: str, folder: Path = Path()) -> Recording:
-    """Opens a path, perhaps from a folder; or bytes; or a dict with either. `name`: for messages. Raises UsageError."""
+def open_recording(file: Any, name: str) -> Recording:
+    """Opens a path; or bytes; or a dict with either. `name`: for messages. Raises UsageError."""
     try:
         import soundfile
     except ImportError:
@@ -128,7 +127,7 @@ def open_recording(file: Any, name: str, folder: Path = Path()) -> Recording:
     if isinstance(file, dict):
         name, file = file.get("path") or name, file.get("bytes") or file.get("path")
     try:
-        place = io.BytesIO(file) if isinstance(file, bytes) else local_path(file, folder)
+        place = io.BytesIO(file) if isinstance(file, bytes) else local_path(file)
         waves, rate = soundfile.read(place, dtype="float32", always_2d=True)
     except (RuntimeError, OSError, TypeError) as error:
         reason = "it has neither bytes nor a path" if file is None else first_line(error)
@@ -152,27 +151,22 @@ def load_recordings(
         target_column: name of the column with texts, of which `clean` makes the labels; or with classes if it is None.
     """
     path, what, declared = local_path(data).absolute(), "text" if clean else "class", list[str]()
-    folder, columns, parts = path.parent if path.is_file() else path, list[Any](), list[Labelled]()
+    columns, parts = list[Any](), list[Labelled]()
     tables = [each.name for each in path.iterdir() if ending_of(each) in TABLES] if path.is_dir() else []
     if path.is_dir() and not is_saved(path) and not any(split_of(Path(name)) for name in tables):
         kind = Media("recording", ENDINGS, (target_column,), *((TEXTS, "texts") if clean else (CLASSES, "classes")))
         columns = [[*map(list, zip(*files))] for files in read_folder(data, path, ADVICE, kind)]
     for table in [] if columns else load_tables(data, ADVICE, None, lambda table: table.has_classes(target_column)):
         table.check_columns({"--audio_column": audio_column, f"--{what}_column": target_column})
-        files, declared = table.values(audio_column), getattr(table.kinds.get(target_column), "names", declared)
-        files = files if hasattr(files, "table") else [*files]
-        for row, file in enumerate(files if isinstance(files, list) else (), start=1):
-            if not isinstance(file, str) or not local_path(file, folder).is_file():
-                raise UsageError(f"--data {table.name}: row {row} names {file}: no such file in {folder}")
-        columns.append((files, [*table.texts(target_column)]))
+        declared = getattr(table.kinds.get(target_column), "names", declared)
+        columns.append((files_in(data, table, audio_column), [*table.texts(target_column)]))
     for files, targets in columns:
         targets = [(clean or str.strip)(target or "") for target in targets]
         rows = [row for row, target in enumerate(targets) if target]
         if len(rows) < len(targets):
             say(f"--data {data}: {len(targets) - len(rows):,} of {len(targets):,} recordings have no {what}: left out")
-        every: Any = ImageFiles(data, files, partial(open_recording, folder=folder), "recording")
-        samples = Subset(every, rows)
-        targets = [targets[row] for row in rows]
+        every: Any = ImageFiles(data, files, open_recording, "recording")
+        samples, targets = Subset(every, rows), [targets[row] for row in rows]
         parts.append(Labelled(samples, targets, []) if clean else Labelled.of_names(samples, targets, declared))
     if len(parts) == 1:
         parts = [parts[0].part(ids) for ids in hold_out(len(parts[0].labels))]

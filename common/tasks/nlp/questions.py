@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import count, repeat
 from typing import Any
 
 import torch
@@ -159,15 +160,18 @@ def _rows(table: Table, context: str, question: str, answers: str) -> list[Quest
             columns = [context, question, answers]
             table = replace(table, column_names=columns, rows=[dict(zip(columns, cells)) for cells in asked])
     table.check_columns({"--context_column": context, "--question_column": question, "--answers_column": answers})
-    rows = rows_with_text(table, context, question, beside=[*enumerate(table.values(answers), start=1)])
-    where = f"--data {table.name}, row"
-    return [Question(asked, text, _answers(cell, text, f"{where} {row}")) for text, asked, (row, cell) in rows]
+    starts = table.values("answer_start") if "answer_start" in table.column_names else repeat(None)  # of texts
+    rows = rows_with_text(table, context, question, beside=[*zip(count(1), table.values(answers), starts)])
+    return [
+        Question(asked, text, _answers(cell, start, text, f"--data {table.name}, row {row}"))
+        for text, asked, (row, cell, start) in rows
+    ]
 
 
-def _answers(cell: Any, context: str, where: str) -> list[tuple[str, int]]:
+def _answers(cell: Any, start: Any, context: str, where: str) -> list[tuple[str, int]]:
     """(answer, its first character) of each. Raises UsageError if it is not there."""
     if cell is None or isinstance(cell, str):
-        cell = [{"text": cell, "answer_start": context.find(cell or "")}]
+        cell = [{"text": cell, "answer_start": context.find(cell or "") if start is None else start}]
     cell = [cell] if isinstance(cell, dict) and isinstance(cell.get("text"), str) else cell
     try:
         both = ([one[key] for one in cell] if isinstance(cell, list) else cell[key] for key in ("text", "answer_start"))

@@ -59,6 +59,19 @@ class ImageFiles:
         return self.files[index] if is_path else row
 
 
+def files_in(data: str, table: Table, column: str) -> Any:
+    """The files in a column of `--data`, or paths that begin at its folder. Raises UsageError for no file."""
+    files, kind, path = table.values(column), table.kinds.get(column), local_path(data).absolute()
+    if kind is not None and getattr(kind, "dtype", None) != "string":
+        return files
+    folder, paths = path.parent if path.is_file() else path, list[Any]()
+    for row, file in enumerate(files, start=1):
+        paths.append(str(local_path(file, folder)) if isinstance(file, str) else file)
+        if file is None or (isinstance(file, str) and not Path(paths[-1]).is_file()):
+            raise UsageError(f"--data {table.name}: row {row} names {file}: no such file in {folder}")
+    return paths
+
+
 def load_image_splits(data: str, advice: str, max_samples: int | None = None) -> list[Labelled]:
     """The images for training and, if the source has some, those for evaluation; both with the same classes. Raises
     UsageError for no data, no images or no classes.

@@ -33,7 +33,7 @@ SPLITS = {
     "validation": ("validation", "valid", "val", "dev"),
 }
 HELD_OUT = 10  # one sample in this many is for evaluation, if the source has no evaluation part
-SHARD = re.compile(r"-(\d{5,}-of-\d{5,}|v\d+(\.\d+)*)$")  # train-00000-of-00003.parquet; SQuAD's train-v2.0.json
+AROUND = re.compile(r"-(\d{5,}-of-\d{5,}|v\d+(\.\d+)*)$|^\w+-ud-")  # train-00000-of-00003, dev-v2.0, en_ewt-ud-dev
 OUTPUT = ("run.json", "metrics.jsonl", "predictions.jsonl", "model", "best", "checkpoints", "previous")  # of a run
 # Files of the Hub, and of `datasets`, about data.
 ABOUT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
@@ -262,7 +262,7 @@ def _why_not(entry: os.DirEntry[str]) -> str:
 
 def split_of(path: Path) -> str | None:
     """The split that a file belongs to: its name, or the name of a folder on its path, is the split's name."""
-    for word in (SHARD.sub("", strip_packing(path).stem), *reversed(path.parts[:-1])):
+    for word in (AROUND.sub("", strip_packing(path).stem), *reversed(path.parts[:-1])):
         for split, names in SPLITS.items():
             if word.lower() in names:
                 return split

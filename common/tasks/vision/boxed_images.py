@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 from ...data.facts import printable, say, shorten
 from ...errors import UsageError, first_line
 from ..reading.labelled import in_order
-from ..reading.labelled_images import FILE_NAME, ImageFiles
+from ..reading.labelled_images import FILE_NAME, ImageFiles, files_in
 from ..reading.rows import table_of, text_of_cell
 from ..reading.sources import SPLITS, hold_out, is_saved, labelled_splits, load_tables, names_of_splits, walk
 from ..reading.text_files import local_path, open_text
@@ -96,7 +96,7 @@ def load_boxed_images(data: str, image_column: str, objects_column: str) -> tupl
     for table in [] if parts else load_tables(data, ADVICE, None, lambda table: table.has_classes(objects_column)):
         table.check_columns({"--image_column": image_column, "--objects_column": objects_column})
         names = _names_of_classes(table.kinds.get(objects_column))
-        parts.append((table.values(image_column), table.values(objects_column), names))
+        parts.append((files_in(data, table, image_column), table.values(objects_column), names))
     images, objects = [ImageFiles(data, files) for files, _, _ in parts], list[list[list[Object]]]()
     for part, (_, cells, names) in zip(images, parts):
         objects.append([_objects_in(cell, names, part.name(row)) for row, cell in enumerate(cells)])
@@ -107,6 +107,8 @@ def load_boxed_images(data: str, image_column: str, objects_column: str) -> tupl
     labels = [label for part in objects for found in part for label, _, _ in found]
     if not labels:
         raise UsageError(f"--data {data}: its images have no boxes; {ADVICE}")
+    if max(max(box) for part in objects for found in part for _, box, _ in found) <= 1:
+        raise UsageError(f"--data {data}: no number of its boxes is above 1: expected pixels, not shares of the image")
     declared = [name for *_, names in parts for name in (names or {}).values()]
     classes = [*dict.fromkeys(declared + in_order(labels))]
     sets = [Boxed(of, found, classes, range(len(found))) for of, found in zip(images, objects)]

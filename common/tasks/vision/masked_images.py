@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset
 
-from ...data.facts import printable, say
+from ...data.facts import printable, say, shorten
 from ...errors import UsageError
 from ..reading.image_decoding import Opener
-from ..reading.labelled_images import ImageFiles
+from ..reading.labelled_images import ImageFiles, files_in
 from ..reading.sources import hold_out, is_saved, labelled_splits, load_tables, names_of_splits, split_of, walk
 from ..reading.text_files import local_path
 from .augmentation import VaryingFlags, variation
@@ -34,8 +34,9 @@ class MaskOpener(Opener):
         values = numpy.asarray(image)
         if values.ndim == 3 and (values == values[..., :1]).all():  # grey, saved as a colour
             values = values[..., 0]
-        if values.ndim != 2 or values.dtype.kind == "f" or image.format == "JPEG":
-            kind = "a JPEG file, which changes numbers" if image.format == "JPEG" else f"in mode {image.mode}"
+        changes = image.format in ("JPEG", "WEBP")
+        if values.ndim != 2 or values.dtype.kind == "f" or changes:
+            kind = f"a {image.format} file, which changes numbers" if changes else f"in mode {image.mode}"
             raise UsageError(
                 f"{name} is {kind}: expected a PNG in grey or with a palette, with the number of each class"
             )
@@ -109,11 +110,13 @@ def load_masked_images(
     if not parts:
         for table in load_tables(data, ADVICE, None, lambda table: table.has_classes(mask_column)):
             table.check_columns({"--image_column": image_column, "--mask_column": mask_column})
-            parts.append((table.values(image_column), table.values(mask_column)))
-    masks: list[Any] = [ImageFiles(data, files, MaskOpener()) for _, files in parts]
+            parts.append(tuple(files_in(data, table, column) for column in (image_column, mask_column)))
+    masks: list[Any] = [ImageFiles(data, files, MaskOpener(), "mask") for _, files in parts]
     classes = _read_names(class_names) if class_names else {}
-    for values in () if classes else chain(*masks):  # reads all
-        classes |= {int(number): str(number) for number in numpy.unique(values)}
+    seen = [{int(one) for mask in part for one in numpy.unique(mask)} for part in masks if not classes]  # reads all
+    classes = classes or {number: str(number) for part in seen for number in part}
+    if unseen := [str(one) for one in sorted({*chain(*seen[1:])} - {ignored, *chain(*seen[:1])})]:
+        say(f"--data {data}: classes of the evaluation that no mask for training has: {shorten(unseen)}")
     classes = {number: name for number, name in sorted(classes.items()) if number != ignored}
     if not 1 < len(classes) < MOST:
         raise UsageError(
