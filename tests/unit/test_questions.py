@@ -148,6 +148,23 @@ def test_a_column_says_where_answers_begin(tmp_path: Path) -> None:
     assert begins == {(TEXT, 32), (TEXT + " now", TEXT.index("dog"))}
 
 
+def test_where_answers_begin_in_csv(tmp_path: Path) -> None:
+    """As pandas writes a column of numbers in which some are missing."""
+    lines = [
+        "context,question,answers,answer_start",
+        f'"{TEXT}",who,dog,32.0',
+        f'"{TEXT} now",who,dog,',
+        "no dog,who,,",
+    ]
+    (tmp_path / "file.csv").write_text("\n".join(lines) + "\n")
+    train, held_out = load_questions(str(tmp_path / "file.csv"))
+    found = {one.context: [*one.answers] for one in train + held_out}
+    assert found == {TEXT: [("dog", 32)], f"{TEXT} now": [("dog", TEXT.index("dog"))], "no dog": []}
+    (tmp_path / "file.csv").write_text("\n".join([*lines, '"a dog",who,dog,inf', '"a dog",who,dog,x']))
+    with pytest.raises(UsageError, match="row 4: expected an answer as a text"):
+        load_questions(str(tmp_path / "file.csv"))
+
+
 def test_a_split_with_hidden_answers_is_no_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hidden = [row | {"answers": {"text": [], "answer_start": []}} for row in ROWS]
     for name, rows in (("train", ROWS), ("test", hidden)):

@@ -171,12 +171,12 @@ def _rows(table: Table, context: str, question: str, answers: str) -> list[Quest
 def _answers(cell: Any, start: Any, context: str, where: str) -> list[tuple[str, int]]:
     """(answer, its first character) of each. Raises UsageError if it is not there."""
     if cell is None or isinstance(cell, str):
-        cell = [{"text": cell, "answer_start": context.find(cell or "") if start is None else start}]
+        cell = [{"text": cell, "answer_start": context.find(cell or "") if start in (None, "") else start}]
     cell = [cell] if isinstance(cell, dict) and isinstance(cell.get("text"), str) else cell
     try:
         both = ([one[key] for one in cell] if isinstance(cell, list) else cell[key] for key in ("text", "answer_start"))
-        found = [(str(text), int(begin)) for text, begin in zip(*both, strict=True) if text]
-    except (TypeError, KeyError, ValueError):
+        found = [(str(text), int(float(begin))) for text, begin in zip(*both, strict=True) if text]
+    except (TypeError, KeyError, ValueError, OverflowError):
         forms = 'a text, or as {"text": [...], "answer_start": [...]}'
         raise UsageError(f"{where}: expected an answer as {forms}; found {str(cell)[:40]}") from None
     for text, begin in found:
