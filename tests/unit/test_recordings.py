@@ -119,6 +119,11 @@ def test_tables_with_paths(tmp_path: Path, capfd: Out, ending: str) -> None:
     save()
     with pytest.raises(UsageError, match=f"row 4 names clips/none.wav: no such file in {tmp_path}"):
         load(file)
+    if ending == "jsonl":
+        rows[3]["audio"] = 7  # type: ignore[assignment]
+        save()
+        with pytest.raises(UsageError, match=f"row 4 names 7: no such file in {tmp_path}"):
+            load(file)
     with pytest.raises(UsageError, match="has no column sound: use --audio_column with one of audio, text"):
         load_recordings(str(file), "sound", "text", str.strip)
 

@@ -67,7 +67,7 @@ def files_in(data: str, table: Table, column: str) -> Any:
     folder, paths = path.parent if path.is_file() else path, list[Any]()
     for row, file in enumerate(files, start=1):
         paths.append(str(local_path(file, folder)) if isinstance(file, str) else file)
-        if file is None or (isinstance(file, str) and not Path(paths[-1]).is_file()):
+        if not isinstance(file, str | bytes | dict) or (isinstance(file, str) and not Path(paths[-1]).is_file()):
             raise UsageError(f"--data {table.name}: row {row} names {file}: no such file in {folder}")
     return paths
 
