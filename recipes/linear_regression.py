@@ -73,8 +73,11 @@ class TableDataset(InMemoryDataset):
 
 def standardise(values: Tensor) -> Tensor:
     """Subtracts each column's mean and divides by its standard deviation. A constant column becomes zero."""
-    centred = values - values.mean(dim=0)
-    return centred / centred.square().mean(dim=0).sqrt().where(centred.abs().amax(dim=0) > 1e-12, 1.0)
+    size = values.abs().amax(dim=0)
+    scaled = values / size.where(size > 0, 1.0)  # squares of very large or small numbers have no place in a float
+    centred = scaled - scaled.mean(dim=0)
+    varies = centred.abs().amax(dim=0) > 1e-12
+    return centred.where(varies, 0.0) / centred.square().mean(dim=0).sqrt().where(varies, 1.0)
 
 
 def load_diabetes() -> TableDataset:

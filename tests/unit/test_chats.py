@@ -5,6 +5,7 @@ import json
 import math
 import random
 from datetime import date
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from accelerate_recipes.common.tasks.models.tokenization import byte_tokenizer
 from accelerate_recipes.common.tasks.nlp.text import IGNORED
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256}
+SYSTEM = {"role": "system", "content": "Be short."}
 QUESTION, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}
 
 
@@ -59,6 +61,19 @@ def test_messages_of_weight_0_are_context() -> None:
 def test_umlauts_have_several_tokens() -> None:
     row = chats([{"role": "user", "content": "Größe?"}, {"role": "assistant", "content": "Übergröße €"}]).rows[0]
     assert trained_text(row) == "Übergröße €\x03"
+
+
+def test_a_token_that_reaches_into_an_answer_is_trained() -> None:
+    """With " Because" as one token, the template's space and the answer's first word are one."""
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([" Because"])
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] }} {{ m.content }}|{% endfor %}" + (
+        "{% if add_generation_prompt %}a {% endif %}"
+    )
+    row = encode([QUESTION, ANSWER], tokenizer, 99)
+    assert tokenizer.decode(list(compress(row["tokens"], row["trained"]))) == " Because.|"
+    plain = Conversation([QUESTION, {"role": "assistant", "content": "So."}], 1)
+    assert trained_text(encode(plain, tokenizer, 99)) == "So.|"
 
 
 def test_facts_and_cuts() -> None:
@@ -303,6 +318,16 @@ def test_tools_and_options_of_the_template(tmp_path: Path, capsys: pytest.Captur
     path = write(tmp_path / "train.jsonl", *[{"messages": [QUESTION, ANSWER | {"train": False}]}] * 3)
     load_chats(path, with_template(TOOLS), 1000, "messages")
     assert 'does not use train ("weight": 0 keeps a message out of training)\n' in capsys.readouterr().out
+    users_only = with_template(TOOLS.replace("messages", "messages[1:]"))
+    load_chats(
+        write(tmp_path / "s.jsonl", *[{"messages": [SYSTEM, QUESTION, ANSWER], "id": 1}] * 3),
+        users_only,
+        99,
+        "messages",
+    )
+    out = capsys.readouterr().out
+    assert "the chat template does not use messages of the role system\n" in out
+    assert "s.jsonl: columns not read: id\n" in out
     with pytest.raises(UsageError, match="its tools are not valid JSON"):
         Conversation.of_row({"messages": [QUESTION, ANSWER], "tools": "lamp("}, "messages")
 

@@ -304,6 +304,7 @@ def test_tables_of_classes(tmp_path: Path, name: str, content: str, below: str, 
         ("file_name,label\n0.png,a\nlost.png,b\n", "metadata.csv: row 2 names lost.png: no such file"),
         ("file_name,label\n0.png,\xff\n", "metadata.csv is not text in UTF-8"),
         ("file_name,text\n0.png,a\n", "have no classes"),
+        ("file_name,label\n0.png,a\n1.png,b\n./0.png,b\n", "metadata.csv names 0.png twice, with two labels: keep"),
     ],
 )
 def test_tables_that_do_not_fit(tmp_path: Path, content: str, line: str) -> None:

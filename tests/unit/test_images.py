@@ -93,7 +93,7 @@ def test_folder_that_is_not_there() -> None:
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
-        ((8, 8, 9), "the image in row 0 has 8 x 8 pixels"),
+        ((8, 8, 9), "the image in row 1 has 8 x 8 pixels"),
         ((), "is not an image-classification dataset: expected an image and a label column, found text"),
     ],
 )

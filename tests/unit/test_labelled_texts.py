@@ -199,9 +199,10 @@ def test_lists_of_numbers_that_became_texts(tmp_path: Path, cells: list[str]) ->
         load_labelled_texts(write(tmp_path / "a.jsonl", *rows), target="classes")
 
 
-def test_lists_of_zeros_and_ones_name_no_classes(tmp_path: Path) -> None:
-    rows = [f'{{"text": "t {number}", "label": [0, 1, {number % 2}]}}' for number in range(30)]
-    with pytest.raises(UsageError, match="column label has lists of 0 and 1: expected lists with the names"):
+@pytest.mark.parametrize("cells", ["0, 1, 1", "0, 1", "1.0, 0.0"])
+def test_lists_of_zeros_and_ones_name_no_classes(tmp_path: Path, cells: str) -> None:
+    rows = [f'{{"text": "t {number}", "label": [{cells}]}}' for number in range(30)]
+    with pytest.raises(UsageError, match="the classes are lists of 0 and 1: expected lists with the names"):
         load_labelled_texts(write(tmp_path / "a.jsonl", *rows), target="classes")
 
 

@@ -180,7 +180,7 @@ def test_messages_as_in_trl() -> None:
     assert seen({"chosen": more, "rejected": [QUESTION, GOOD]}) == [(more, 1, False), ([QUESTION, GOOD], 1, False)]
 
 
-# TRL 1.16.0's extract_prompt gives these for pairs without a prompt.
+# TRL 1.16.0's extract_prompt gives the first one. In the others it splits a word, so that one answer may lose a token.
 HELPFUL = "\n\nHuman: Why?\n\nAssistant: "
 
 
@@ -188,15 +188,31 @@ HELPFUL = "\n\nHuman: Why?\n\nAssistant: "
     ("chosen", "rejected", "prompt"),
     [
         (HELPFUL + "It is.", HELPFUL + "No.", HELPFUL[:-1]),  # a space belongs to the word after it
-        (HELPFUL + "Sure.", HELPFUL + "So.", HELPFUL + "S"),
-        ("yes, it is", "yes", "ye"),
-        ("no", "yes", ""),
+        (HELPFUL + "Sure.", HELPFUL + "So.", HELPFUL[:-1]),
+        (HELPFUL + "a cat", HELPFUL + "a cats", HELPFUL + "a"),
+        ("Why?\nSure.", "Why?\nSo.", "Why?\n"),
+        ("yes, it is", "yes", ""),
     ],
 )
-def test_texts_as_in_trl(chosen: str, rejected: str, prompt: str) -> None:
+def test_texts_without_a_prompt(chosen: str, rejected: str, prompt: str) -> None:
     first, second = split_pair({"chosen": chosen, "rejected": rejected})
     for chat, text in ((first, chosen), (second, rejected)):
         assert chat.is_plain and [message["content"] for message in chat.messages] == [prompt, text[len(prompt) :]]
+
+
+def test_texts_need_a_prompt_or_a_common_beginning() -> None:
+    with pytest.raises(UsageError, match="its texts begin differently: name the column of their question prompt"):
+        split_pair({"question": "Is it?", "chosen": "no", "rejected": "yes"})
+    assert seen({"prompt": "", "chosen": "no", "rejected": "yes"})[0][0][1]["content"] == "no"
+
+
+@pytest.mark.parametrize("prompt", ["Why?", [QUESTION]])
+def test_a_prompt_that_the_answers_repeat_is_there_once(prompt: Any) -> None:
+    expected = [([QUESTION, GOOD], 1, False), ([QUESTION, BAD], 1, False)]
+    assert seen({"prompt": prompt, "chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]}) == expected
+    assert seen({"prompt": prompt, "chosen": [GOOD], "rejected": [BAD]}) == expected
+    first, _ = split_pair({"prompt": "Why?", "chosen": "Why? So.", "rejected": "Why? No."})
+    assert [message["content"] for message in first.messages] == ["Why?", " So."]
 
 
 def test_texts_are_taken_as_they_stand() -> None:

@@ -22,7 +22,7 @@ from accelerate_recipes.common.tasks.nlp.text import load_tokens
 from accelerate_recipes.common.tasks.nlp.translations import load_translations
 from accelerate_recipes.common.tasks.reading.labelled_images import load_image_splits
 from accelerate_recipes.common.tasks.reading.mixture import weights_of
-from accelerate_recipes.common.tasks.reading.sources import load_tables
+from accelerate_recipes.common.tasks.reading.sources import load_tables, names_of_splits
 
 
 @pytest.fixture(autouse=True)
@@ -107,6 +107,13 @@ def test_splits_are_whole_names(
     assert out == f"files of --data {folder}, by their names: {line}\n"
 
 
+def test_names_of_splits_are_those_of_files() -> None:
+    assert names_of_splits("x", ["dev", "training"]) == ["training", "dev"]
+    assert names_of_splits("x", ["val", "eval", "Train", "other"]) == ["Train", "eval", "val"]
+    with pytest.raises(UsageError, match="expected a train split, found train_sft"):
+        names_of_splits("x", ["train_sft"])
+
+
 REFUSED = [
     (["a.csv", "a.jsonl"], "holds a.csv and a.jsonl, which may be the same: use the path of one"),
     (["a.csv", "a.csv.gz"], "a.csv.gz, which may be the same"),
@@ -127,6 +134,11 @@ def test_what_is_no_path_and_no_id(data: str) -> None:
         found(Path(data) if not data.startswith("./") else Path("nothing/"), *()) if False else load_tables(
             data, "type something else"
         )
+
+
+def test_an_empty_path() -> None:
+    with pytest.raises(UsageError, match="a path is empty: use the path of a file or folder"):
+        load_tables("", "")
 
 
 def test_a_name_that_is_too_long() -> None:

@@ -20,6 +20,8 @@ from transformers import (
     GPT2ForSequenceClassification,
     LlamaConfig,
     LlamaForSequenceClassification,
+    MambaConfig,
+    MambaForCausalLM,
     XLNetConfig,
     XLNetForSequenceClassification,
 )
@@ -28,6 +30,7 @@ from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.tasks.models.causal_lm import load_pretrained
 from accelerate_recipes.common.tasks.models.encoder import always_mask, load_encoder, pad_texts, word_tokenizer
 from accelerate_recipes.common.tasks.models.pretrained import freeze_unused, load
+from accelerate_recipes.common.tasks.models.tokenization import byte_tokenizer
 from accelerate_recipes.common.weights.on_disk import materialize, on_disk
 from support.small_model import write_encoder, write_model
 
@@ -90,6 +93,14 @@ def test_settings_that_say_nothing_are_named(tmp_path: Path, name: str, text: st
     (tmp_path / name).write_text(text)
     with pytest.raises(UsageError, match=re.escape(line)):
         load_pretrained(str(tmp_path), 16, "sdpa")
+
+
+def test_models_without_sdpa_are_told_of_eager(tmp_path: Path) -> None:
+    MambaForCausalLM(MambaConfig(vocab_size=256, hidden_size=8, num_hidden_layers=1)).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match=r"scaled_dot_product_attention.*; use --attention eager\)$"):
+        load_pretrained(str(tmp_path), 16, "sdpa")
+    load_pretrained(str(tmp_path), 16, "eager")
 
 
 def test_numbers_that_need_a_scale_are_refused(tmp_path: Path) -> None:

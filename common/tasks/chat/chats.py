@@ -24,8 +24,9 @@ from ..streams import cache_folder, rows_on_disk
 from .conversations import Conversation, Messages, answer_spans, find_unused
 
 HELD_OUT = 20  # one conversation in this many is for evaluation, if the source has no evaluation part
-VERSION = 6  # of the encoded rows: a new number makes new ones
+VERSION = 7  # of the encoded rows: a new number makes new ones
 NUM_LOOKED_AT = 16  # conversations, for what the template does not use
+OF_TEMPLATE = "tools", "chat_template_kwargs"  # columns for it, besides messages
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,7 @@ def load_chats(
         max_samples: read at most this many conversations of each part, as a stream.
     """
     needs = [{column}, {"conversations"}, {"prompt", "completion"}]
-    lacks = f"has neither {column} nor prompt and completion: use --messages_column with one of"
+    lacks = f"has neither {column} nor prompt and completion: use --messages_column with a column of lists, of"
     kind, limits = f"conversation in {column}", (max_length, max_samples)
 
     def read(row: Row) -> list[Conversation]:
@@ -234,8 +235,10 @@ def load_samples(
         parts = []
         advice = f"use --data rules, or the path of a .jsonl file of {noun}s"
         for table in load_tables(data, advice, max_samples, partial(_has_answers, read=read, needs=needs)):
-            if not any(names <= {*table.column_names} for names in needs):
+            used = next((names for names in needs if names <= {*table.column_names}), None)
+            if used is None:
                 raise UsageError(f"--data {data} {lacks} {', '.join(table.column_names)}")
+            table.say_unread(*used, *OF_TEMPLATE, *["prompt"] * (noun == "pair"))
             folder = cache_folder(kind, VERSION, table.key, digest_of(tokenizer), max_length)
             title, number = f"encoding {len(table):,} {noun}s", size * len(table)
             parts.append(Chats(rows_on_disk(folder, title, encoded(table), features, number), chat_of(table), size))
@@ -294,8 +297,8 @@ def encode(chat: Any, tokenizer: Any, max_length: int) -> dict[str, Any]:
     else:
         text, spans = answer_spans(chat.messages, tokenizer, chat.first, chat.options)
     encoded = tokenizer(text, add_special_tokens=chat.is_plain, return_offsets_mapping=True)
-    tokens, starts = encoded["input_ids"], [start for start, _ in encoded["offset_mapping"]]
-    trained = [any(start in span for span in spans) for start in starts]
+    tokens, places = encoded["input_ids"], encoded["offset_mapping"]  # a token may begin before an answer and reach in
+    trained = [any(start < span.stop and max(start + 1, end) > span.start for span in spans) for start, end in places]
     trained[:1] = [False] * len(trained[:1])  # no token comes before it
     trained = trained[:max_length]
     return {"tokens": tokens[:max_length], "trained": trained, "num_trained": sum(trained), "length": len(tokens)}

@@ -17,6 +17,7 @@ CHANGES = (
     "the chat template changes earlier turns when a turn follows, so the tokens to train on are unknown: give the "
     "tokenizer another chat_template, or its last answer as column completion and the turns before as column prompt"
 )
+OF_ROLE = "messages of the role "
 EXPECTED = 'expected a list of messages such as {"role": "user", "content": "Why?"}'
 
 
@@ -231,8 +232,14 @@ def _python_objects(value: Any) -> Iterator[str]:
 
 
 def _uses(name: str, messages: Messages, template: Any, options: Mapping[str, Any]) -> bool:
-    """Whether the text changes without the entry of this name, in the options or in messages."""
-    without = [{key: value for key, value in message.items() if key != name} for message in messages]
+    """Whether the text changes without the entry of this name, in the options or in messages; or, for the name
+    "messages of the role tool", when their content changes."""
+    without = [
+        message | {"content": "?"}
+        if name == OF_ROLE + message["role"]
+        else {k: v for k, v in message.items() if k != name}
+        for message in messages
+    ]
     others = {key: value for key, value in options.items() if key != name}
     try:
         return render(messages, template, **options) != render(without, template, **others)
@@ -249,6 +256,7 @@ def find_unused(chats: Iterable[Conversation], template: Any) -> list[str]:
         except UsageError:  # whoever encodes it says so
             continue
         found = {*chat.options, *(name for message in messages for name in message)} - {"role", "content", "weight"}
+        found |= {OF_ROLE + message["role"] for message in messages if message.get("content")}
         names |= dict.fromkeys(sorted(found))
         used |= {name for name in found - used if _uses(name, messages, template, chat.options)}
     return [name for name in names if name not in used]

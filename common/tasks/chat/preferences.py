@@ -1,5 +1,6 @@
 """Pairs of a chosen and a rejected answer, and their log-probabilities under a reference model."""
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from math import inf
 from typing import Any
@@ -30,7 +31,8 @@ from .chats import Chats, answers_by_rules, by_rules, load_samples, shift
 from .conversations import Conversation, as_messages, check_messages, num_shared, options_of
 
 OPPOSITES = {"Larger": "Smaller", "Smaller": "Larger", "After": "Before", "Before": "After"}
-VERSION = 4  # of the files on disk: a new number makes new ones
+LAST_WORD = re.compile(r" ?\S*\Z")
+VERSION = 5  # of the files on disk: a new number makes new ones
 
 
 class PairDataset(Dataset):
@@ -80,19 +82,26 @@ def split_pair(row: dict[str, Any]) -> list[Conversation]:
     prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
     if all(isinstance(text, str) for text in (prompt or "", chosen, rejected)):
         if prompt is None:
-            shared = _num_asked(chosen, rejected)
-            if shared > 0 and chosen[shared] != rejected[shared] and chosen[shared - 1] == " ":
-                shared -= 1  # the space belongs to the word after it
-            prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
-        asked = as_messages(prompt, "user")
-        answers = [as_messages(text, "assistant") for text in (chosen, rejected)]
+            common = chosen[: _num_asked(chosen, rejected)]
+            if not common:
+                raise UsageError("its texts begin differently: name the column of their question prompt")
+            prompt = common.removesuffix(LAST_WORD.findall(common)[0])  # a word that differs belongs to the answers
+        asked, both = as_messages(prompt, "user"), _without(prompt, [chosen, rejected])
+        answers = [as_messages(text, "assistant") for text in both]
         return [Conversation(check_messages(asked + answer), 1, is_plain=True) for answer in answers]
     if not (isinstance(chosen, list) and isinstance(rejected, list) and chosen and rejected):
         raise UsageError('expected lists of messages such as {"role": "user", "content": "Why?"}, or texts')
     options, both = options_of(row), [as_messages(chosen), as_messages(rejected)]
-    begins = as_messages(prompt) if isinstance(prompt, list) else []  # a text repeats what both begin with
-    first = len(begins) if isinstance(prompt, list) else _num_asked(*both)
-    return [Conversation(check_messages(begins + messages), first, options) for messages in both]
+    is_repeated = isinstance(prompt, str) and both[0][0]["role"] != "assistant"  # a text, which both begin with
+    begins = [] if not prompt or is_repeated else as_messages(prompt, "user")
+    first = len(begins) or _num_asked(*both)
+    return [Conversation(check_messages(begins + messages), first, options) for messages in _without(begins, both)]
+
+
+def _without(prompt: Any, answers: list[Any]) -> list[Any]:
+    """The answers, texts or messages, without the prompt if both repeat it."""
+    repeats = all(answer[: len(prompt)] == prompt and answer != prompt for answer in answers)
+    return [answer[len(prompt) :] if repeats else answer for answer in answers]
 
 
 def _num_asked(chosen: Any, rejected: Any) -> int:

@@ -90,6 +90,7 @@ def load(
             raise UsageError(f"--model_name_or_path {name_or_path} comes with its own Python code: {advice}") from None
         is_video = "video processor" in str(error) and find_spec("torchvision") is None
         needs = "; run pip install torchvision" if is_video else ""
+        needs += "; use --attention eager" * ("scaled_dot_product_attention" in str(error))
         raise UsageError(
             f"--model_name_or_path {name_or_path}: no {expected} there ({first_line(error)}{needs})"
         ) from None

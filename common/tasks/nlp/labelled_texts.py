@@ -131,9 +131,7 @@ def _labels(table: Table, column: str, target: str) -> list[Any]:
     if target == "classes":
         kind = getattr(table.kinds.get(column), "feature", None)
         names = [[(text_of_cell(one, kind) or "").strip() for one in parts_of_cell(cell, ",")] for cell in cells]
-        if any(len({*cell}) < len(cell) for cell in names) and {*flatten(names)} <= {"0", "1", "0.0", "1.0"}:
-            raise UsageError(f"column {column} has lists of 0 and 1: expected lists with the names of the classes")
-        return [tuple(dict.fromkeys(filter(None, cell))) for cell in names]  # none twice
+        return [tuple(filter(None, cell)) for cell in names]
     if any(isinstance(cell, list) for cell in cells):
         raise UsageError(f"--data {table.name}: column {column} has lists of classes: use --target classes")
     labels = [*table.texts(column)]

@@ -126,6 +126,7 @@ def _rows(table: Table, query: str, document: str, negative: str | None, score: 
     table.check_columns({"--query_column": query, "--document_column": document})
     for name in negatives:
         table.check_columns({"--negative_column": name})
+    table.say_unread(query, document, *negatives, score or "")
     if score is None:
         if negatives:
             say(f"--data {table.name}: negatives in {', '.join(negatives)}")

@@ -127,7 +127,8 @@ def load_tagged_words(
         raise UsageError(f"--data {data} has no sentences for training or evaluation: expected two or more")
     classes = names or in_order(tag for part in parts for _, tags in part for tag in tags)
     train, evaluation = (
-        Labelled.of_names([words for words, _ in part], [tags for _, tags in part], classes) for part in parts
+        Labelled([words for words, _ in part], [tuple(map(classes.index, tags)) for _, tags in part], classes)
+        for part in parts
     )
     say(f"--data {data}: {count_by_class(classes, flatten(train.labels + evaluation.labels))}")
     say_odd_classes(data, (train, evaluation), "sentence")

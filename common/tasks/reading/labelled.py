@@ -31,6 +31,9 @@ class Labelled:
         """Makes the labels from the name of each sample's class or classes. Without `classes` they are `in_order`."""
         if any(isinstance(name, list | tuple) for name in names):
             names = [name if isinstance(name, list | tuple) else [name] for name in names]
+            if {*flatten(names)} <= {"0", "1", "0.0", "1.0"} and len({*map(len, names)}) == 1 < len(names[0]):
+                raise UsageError("the classes are lists of 0 and 1: expected lists with the names of the classes")
+            names = [[*dict.fromkeys(name)] for name in names]
         classes = classes or in_order(flatten(names))
         return cls(samples, renumber(names, {name: number for number, name in enumerate(classes)}), classes)
 
@@ -74,6 +77,11 @@ def with_same_classes(data: str, parts: Sequence[Labelled], what: str) -> list[L
     """The parts with the classes of all. Raises UsageError if nearly every sample has its own. `what`: text, image."""
     used = {part.classes[one] for part in (parts[0], parts[-1]) for one in flatten(part.labels)}
     own, size = parts[0].classes, sum(len(part.labels) for part in parts)
+    if len({*parts[0].labels}) < 2 and not parts[0].has_several:
+        raise UsageError(
+            f"--data {data} has {what}s of one class, {own[parts[0].labels[0]]}: expected two or more, such as a "
+            "sub-folder for each; of a table, --max_samples takes the first rows"
+        )
     if len(used) > max(MANY, size / 2):
         names = shorten(in_order(used))
         raise UsageError(f"--data {data}: {size:,} {what}s have {names}, as ids do: expected several of a class")

@@ -1,6 +1,7 @@
 """Images or recordings with classes: in folders, perhaps for training and evaluation; in tables, or on the Hub."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,7 +56,7 @@ class ImageFiles:
 
     def name(self, index: int) -> str:
         """The path of an image, or its row."""
-        is_path, row = isinstance(self.files, list), f"--data {self.data}: the {self.what} in row {index}"
+        is_path, row = isinstance(self.files, list), f"--data {self.data}: the {self.what} in row {index + 1}"
         return self.files[index] if is_path else row
 
 
@@ -227,6 +228,9 @@ def _by_table(folder: Path, table: Beside, below: str, files: list[str], left_ou
         if not (path.parent / row[FILE_NAME]).is_file():
             raise UsageError(f"{path}: row {number} names {row[FILE_NAME]}: no such file")
     found = [(os.path.relpath(path.parent / row[FILE_NAME], folder), names_in(row[column])) for row in rows]
+    if twice := [file for file, number in Counter(file for file, _ in {*found}).items() if number > 1]:
+        raise UsageError(f"{path} names {twice[0]} twice, with two {column}s: keep one of the rows")
+    found = [*dict.fromkeys(found)]
     known = {os.path.relpath(path, folder), *(file for file, _ in found)}
     left_out |= {why: [file for file in paths if file not in known] for why, paths in left_out.items()}
     left_out.setdefault(f"{kind.name}s that {path.name} does not name", []).extend(sorted({*files} - known))

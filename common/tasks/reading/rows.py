@@ -92,6 +92,11 @@ class Table:
             texts = isinstance(cell, dict) and all(isinstance(text, str) for text in cell.values())
             yield from (f"{column}.{key}" for key in cell) if texts and cell else [column]
 
+    def say_unread(self, *read: str) -> None:
+        """Prints which columns are none of these."""
+        if unread := [name for name in self.column_names if name not in read]:
+            say(f"--data {self.name}: columns not read: {', '.join(unread)}")
+
     def has_classes(self, *columns: str | None) -> bool:
         """Whether any cell of a column has a class: not empty, not -1 or -100 (no class), nor a list of only these."""
         found = [each for each in columns if each and {each, each.partition(".")[0]} & {*self.column_names}]

@@ -300,10 +300,11 @@ def check_not_streamed(data: str, max_samples: int | None) -> None:
 
 def names_of_splits(data: str, splits: Iterable[str]) -> list[str]:
     """The names of the training split and of those for evaluation, the best first. Raises UsageError."""
-    names = list(splits)
-    if names and "train" not in names:
-        raise UsageError(f"--data {data}: expected a train split, found {', '.join(names)}")
-    return [name for name in ("train", "test", "validation", "valid") if name in names]
+    given = {name.lower(): name for name in splits}
+    train, *others = ([given[name] for name in names if name in given] for names in SPLITS.values())
+    if given and not train:
+        raise UsageError(f"--data {data}: expected a train split, found {', '.join(given.values())}")
+    return [*train[:1], *chain(*others)]
 
 
 @contextmanager

@@ -132,11 +132,6 @@ def load_labelled_images(data: str, max_samples: int | None = None) -> tuple[Lab
         parts = [Labelled([_draw(SHAPES[label], generator) for label in labels], labels, list(SHAPES))]
     else:
         parts = load_image_splits(data, ADVICE, max_samples)
-    if len({*parts[0].labels}) < 2 and not parts[0].has_several:
-        raise UsageError(
-            f"--data {data} has images of one class, {parts[0].classes[parts[0].labels[0]]}: expected two or more, "
-            "such as a sub-folder for each; of a table, --max_samples takes the first rows"
-        )
     if len(parts) == 1:
         parts = [parts[0].part(ids) for ids in hold_out(len(parts[0].labels), one_in=5)]
     return parts[0], parts[1]
