@@ -26,7 +26,8 @@ class Changes:
 
     # Names of variables, attributes and tensors that the recipe's functions refer to, and of numbers in layers.
     names: list[str] = field(default_factory=list)
-    generators: list[str] = field(default_factory=list)  # that these functions draw from, besides the global ones
+    in_model: list[str] = field(default_factory=list)  # the same of what layers hold: state, or a cache
+    generators: list[str] = field(default_factory=list)  # that they draw from, besides the global ones
     lost: list[str] = field(default_factory=list)  # iterators that advanced, and large tensors: they cannot be restored
     files: list[str] = field(default_factory=list)  # that were opened for writing
     # {name of a tensor: (its name, the name of another tensor with the same data)}
@@ -53,6 +54,7 @@ def kept(
     moving = {id(each) for each in (*model.parameters(), *model.buffers())}
     try:  # all copies first: if one fails, nothing has changed
         of_model = walk.visit(model)
+        plain = {id(tensor) for _, tensor in walk.tensors} - moving
         of_training = walk.visit(optimizer)
         moving |= {id(tensor) for _, tensor in walk.tensors[of_model[1] :] if tensor.ndim > 0}  # not counts of steps
         spaces = vars(nn.modules.module) | vars(sys.modules[torch.optim.Optimizer.__module__])
@@ -75,10 +77,15 @@ def kept(
         found = {True: list[str](), False: list[str]()}
         for entry in walk.entries[of_training[0] :]:
             found[entry.is_generator] += entry.find_changes()
-        others = [each for each in lending.tensors if not each.is_trained]
-        written = [each for each in others if each.tensor._version != each.version]
+        held = {True: list[str](), False: list[str]()}
+        for entry in walk.entries[: of_model[0]]:
+            held[entry.is_generator] += entry.find_changes()
+        written = [each for each in lending.tensors if each.tensor._version != each.version]
+        changes.in_model += [each.name for each in written if id(each.tensor) in plain]
+        changes.in_model += held[False]
+        written = [each for each in written if not each.is_trained]
         changes.names += [*found[False], *(each.name for each in written), *numbers]
-        changes.generators += found[True]
+        changes.generators += found[True] + held[True]
         changes.lost += [name for name, moved in walk.iterators if moved()]
         changes.lost += [each.name for each in written if not each.is_copied]
         lending.give_back()

@@ -76,12 +76,14 @@ class FirstPass:
                     mixed |= {name: None for name in part.values if not part.is_close(whole, name, tolerance, half)}
                     rest, norm = rest - part.gradient, norm + float(part.gradient.norm())
                 is_sum = whole.draws_backwards or float(rest.norm()) <= 10 * tolerance * norm
-                again = whole if is_sum and not mixed else take(batch, slice(None))  # the recipe may keep a value
+                again = take(batch, slice(None))
             except Exception:  # a model that cannot take half a batch
                 continue
             self.draws_in_evaluation |= whole.draws and not trains
             self.draws |= whole.draws_backwards
-            self.mixes += [name for name in mixed if again.is_close(whole, name, tolerance)]
+            same = {name for name in whole.values if again.is_close(whole, name, tolerance)}
+            self.moves |= len(same) < len(whole.values)
+            self.mixes += [name for name in mixed if name in same]
             self.mixes_gradients |= not is_sum and not mixed and torch.equal(again.gradient, whole.gradient)
 
     def say(self, plan: Plan, say: Callable[[str], Any]) -> None:
@@ -100,8 +102,8 @@ class FirstPass:
             f"the parity check also wrote {first['files']}, which it does not restore": self.files,
         }
         if_cut = {
-            f"the recipe's functions change {first['keeps']} when they are called: the result depends on the number "
-            "of calls, and so on the number of processes and on --micro_batch_size; give forward_step a "
+            f"each call of forward_step or of a layer changes {first['keeps']}: if it is used, the result depends on "
+            "the number of calls, and so on the number of processes and on --micro_batch_size; give forward_step a "
             "third argument, step, the number of the optimizer step": self.keeps,
             "the forward pass draws random numbers, such as dropout: they depend on --micro_batch_size, here "
             f"{size}, not on the number of processes": self.draws,

@@ -160,6 +160,12 @@ def test_value_that_depends_on_other_samples_is_said(tmp_path: Path, recipe: str
     assert run.stdout.count('"loss" of a sample depends on the other samples of its micro-batch, here 2 of 8') == 1
 
 
+def test_state_that_only_evaluations_change_is_said(tmp_path: Path) -> None:
+    """The second evaluation differed by 1 % under DDP, without a line."""
+    run = fork(tmp_path / "run", "ddp", USERS, "--model mean_of_evaluations --hang_timeout 60")
+    assert run.stdout.count("each call of forward_step or of a layer changes calls: if it is used, the result dep") == 1
+
+
 def assert_close(run: Run, expected: Run) -> None:
     for name in {"train/loss"} | {name for record in expected.records for name in record if name.startswith("eval/")}:
         assert largest_difference(run.column(name), expected.column(name)) <= TOLERANCE

@@ -154,7 +154,8 @@ def test_what_the_recipe_keeps_is_no_mixing() -> None:
     noise = summed(lambda losses: losses + torch.randn(losses.shape, generator=OWN))
     for values_of in (summed(counted), noise):
         found = looked_at(Net(), values_of)
-        assert not found.mixes and not found.mixes_gradients
+        assert not found.mixes and not found.mixes_gradients and found.moves
+    assert not looked_at(Net(), masked).moves
 
 
 def test_batches_that_are_drawn_are_not_drawn_again() -> None:

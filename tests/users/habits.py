@@ -48,6 +48,14 @@ def python_counter(model: nn.Module, hidden: Tensor, x: Tensor) -> Tensor:
     return hidden * (1 + 0.1 * model.calls)
 
 
+def mean_of_evaluations(model: nn.Module, hidden: Tensor, x: Tensor) -> Tensor:
+    """As DINO's centre in an evaluation: in a plain attribute, which no checkpoint holds."""
+    if model.training:
+        return hidden
+    model.calls = 0.9 * model.calls + 0.1 * hidden.mean(0)
+    return hidden - model.calls
+
+
 def max_norm(model: nn.Module, hidden: Tensor, x: Tensor) -> Tensor:
     return hidden + model.extra((x[:, 0].abs() * 10).long().clamp(max=VOCABULARY - 1))
 
@@ -135,6 +143,7 @@ AROUND: dict[str, tuple[Callable[..., Tensor], Callable[[], nn.Module]]] = {
     "codebook": (codebook, nn.Identity),
     "counter": (counter, nn.Identity),
     "python_counter": (python_counter, nn.Identity),
+    "mean_of_evaluations": (mean_of_evaluations, nn.Identity),
     "clamp": (clamp, nn.Identity),
     "queue": (queue, nn.Identity),
     "centers": (centers, nn.Identity),
