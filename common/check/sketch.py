@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 WIDTH = 4096
 BLOCK = 64 * WIDTH  # elements that are added at a time: a copy of them stays in the processor's cache
@@ -40,10 +40,10 @@ class Sketch:
         return cls(sums.cpu(), torch.finfo(tensor.dtype).eps if has_rounding else 0.0)
 
     def __add__(self, other: "Sketch") -> "Sketch":
-        return Sketch(self.sums + other.sums, self.rounding)
+        return Sketch(nn.utils.rnn.pad_sequence([self.sums, other.sums]).sum(1), self.rounding)  # a buffer may grow
 
     def __sub__(self, other: "Sketch") -> "Sketch":
-        return Sketch(self.sums - other.sums, self.rounding)
+        return self + Sketch(-other.sums, 0.0)
 
     @property
     def norm(self) -> float:

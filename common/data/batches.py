@@ -107,6 +107,18 @@ def draws_for_batches(dataset: MapDataset) -> bool:
     return generator_states(CPU) != before
 
 
+def keeps_draws(dataset: MapDataset) -> bool:
+    """Whether a sample draws random numbers only when it is read first."""
+    inner = dataset.dataset if isinstance(dataset, Collated) else dataset
+    states, last = list[Any](), len(inner) - 1  # the recipe may have read the first samples
+    for _ in range(2):
+        seed_sample(0, 0, last)
+        start = generator_states(CPU)
+        inner.__getitems__([last]) if hasattr(inner, "__getitems__") else inner[last]
+        states.append(generator_states(CPU) != start)
+    return states == [True, False]
+
+
 def _sample(dataset: MapDataset, index: int, seed: int, epoch: int) -> Any:
     seed_sample(seed, epoch, index)
     with annotate_errors(lambda: list_samples([index])):

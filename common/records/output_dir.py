@@ -74,6 +74,8 @@ class OutputDir:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if is_silent := isinstance(error, SystemExit) and not error.code:  # its exit code says that all is done
+            error = UsageError("the recipe called sys.exit() during the run: remove that call, else it has no model")
         if error is None:
             _over.append(self.path)
         else:
@@ -87,6 +89,8 @@ class OutputDir:
             if not self._was_marked and not self.card:  # nothing has moved
                 self._unmark()
             self._lock.release()
+        if is_silent and error is not None:
+            raise error from None
 
     def write_card(self, card: dict[str, Any]) -> None:
         """Writes the run card. The folder is then this run's; one that is done replaces what was there before."""

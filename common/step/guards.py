@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from ..cpu_group import CpuGroup
-from ..data.batches import fetch
+from ..data.batches import fetch, keeps_draws
 from ..data.sets import Batch, MapDataset, NumberedStep
 from ..errors import UsageError
 from ..weights.on_disk import first_elements
@@ -102,8 +102,8 @@ def check_all_used(trained: Mapping[str, Tensor], values: Sequence[Tensor], rank
 def not_used(what: str) -> UsageError:
     return UsageError(
         f"{what}: freeze weights that no pass uses, with requires_grad_(False) or by leaving them out of the "
-        "optimizer; if only some passes use a weight: set layerdrop to 0, or, with experts, add 0 * weight.sum() to "
-        "each loss"
+        "optimizer; if only some passes use a layer: set layerdrop to 0, or call it in each pass, times 0 where it "
+        "must not count"
     )
 
 
@@ -132,13 +132,19 @@ def check_same_start(
     Compares up to 64 elements of each weight, and the length and up to four samples of each dataset. Of a weight that
     is still on disk, it takes the first elements.
     """
+    datasets = {"training": train_set} | {
+        f"evaluation{f' {name}' * bool(name)}": eval_set for name, eval_set in eval_sets.items()
+    }
+    for kind, dataset in datasets.items():
+        if keeps_draws(dataset):
+            raise UsageError(
+                f"a sample of the {kind} set draws random numbers when it is read first, and keeps them: another "
+                "process or worker would keep others; draw at each read, or for all samples in the constructor"
+            )
     if group.size == 1:
         return
     weights = model.state_dict(keep_vars=True)
     facts = {f"the weight {name}": _sample(first_elements(tensor)) for name, tensor in weights.items()}
-    datasets = {"training": train_set} | {
-        f"evaluation{f' {name}' * bool(name)}": eval_set for name, eval_set in eval_sets.items()
-    }
     changing = None
     for kind, dataset in datasets.items():
         facts[f"the length of the {kind} set"] = str(len(dataset))

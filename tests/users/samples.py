@@ -78,9 +78,23 @@ def noisy_by_its_own_generator(sample: dict[str, Any], index: int) -> dict[str, 
     return sample | {"x": sample["x"] + 0.3 * torch.randn(WIDTH, generator=OWN)}
 
 
+class KeepsDraws(Samples):
+    """Augments each sample once, when it is read first."""
+
+    def __init__(self, size: int, seed: int):
+        super().__init__(size, seed)
+        self.kept: dict[int, dict[str, Any]] = {}
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index not in self.kept:
+            self.kept[index] = noisy(super().__getitem__(index), index)
+        return self.kept[index]
+
+
 SETS: dict[str, Callable[[int, int], Dataset]] = {
     "draws_for_batches": DrawsForBatches,
     "draws_for_samples": changed(noisy),
+    "keeps_what_it_draws": KeepsDraws,
     "with_its_own_generator": changed(noisy_by_its_own_generator),
     "changes_its_samples": ChangesItsSamples,
     "with_names": changed(lambda sample, index: sample | {"name": f"sample {index}"}),

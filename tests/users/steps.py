@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import sys
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -174,6 +175,17 @@ def returns_what_it_gathers(model: Any, batch: Batch, whole: nn.Module) -> Value
     return values | {"error": gather(values["error"].detach()).mean().expand(len(batch["x"]))}
 
 
+def calls_backward(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    loss = (model(batch["x"]) - batch["y"]) ** 2
+    if torch.is_grad_enabled():
+        loss.mean().backward(retain_graph=True)
+    return {"loss": loss}
+
+
+def exits_early(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    sys.exit()
+
+
 def unfreezes_late(model: Any, batch: Batch, whole: nn.Module) -> Values:
     """Gradual unfreezing: the stem trains from the ninth pass of all processes on."""
     if torch.is_grad_enabled():
@@ -275,6 +287,8 @@ HABITS: dict[str, Step] = {
         divides_by_ranks,
         gathers,
         returns_what_it_gathers,
+        calls_backward,
+        exits_early,
         unfreezes_late,
         counts_with_an_iterator,
         counts_until_late,
