@@ -109,8 +109,13 @@ class DeepSpeedEngine(Engine):
             )
 
     def _update(self, number: int, wants_norm: bool) -> tuple[Tensor | float | None, bool]:
+        optimizer, hooks = self._own_optimizer, self._own_optimizer._optimizer_step_post_hooks
+        optimizer._optimizer_step_post_hooks = type(hooks)()  # they would see the weights before the step
         with self._draws_for_all_weights(number):
             self.model.step()  # clips, and skips a step whose gradient is not finite
+        optimizer._optimizer_step_post_hooks = hooks
+        for hook in hooks.values() if self.model.was_step_applied() else ():
+            hook(optimizer, (), {})
         return self.model.get_global_grad_norm() if self.model.was_step_applied() else torch.inf, False
 
     def _watched_step(self, *args: Any, **named: Any) -> Any:

@@ -51,6 +51,7 @@ DRAWN: dict[tuple[str, str], str | None] = {
     ("optimizer clips_gradients", "fsdp2"): None,
     ("optimizer clips_gradients", "deepspeed_zero2"): "the update of stem.weight differs",
     ("optimizer clips_weights", "deepspeed_zero3"): "the update of stem.weight differs",
+    ("optimizer rates_by_weights", "deepspeed_zero2"): None,
     ("optimizer rates_by_attribute", "fsdp2"): "the update of stem.weight differs",
     ("model counter", "ddp"): "the forward pass changes mean, but each process sees different samples",
     ("model max_norm", "fsdp2"): "the forward pass changes extra.weight",

@@ -207,6 +207,19 @@ def clips_weights(model: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
+def rates_by_weights(model: nn.Module) -> torch.optim.Optimizer:
+    """Sets the rate by the weights after each step, in a hook. ZeRO calls such a hook before it copies the weights."""
+    optimizer, start = torch.optim.SGD(model.parameters(), lr=1e-2), model.get_parameter("head.bias").detach().clone()
+
+    def follow(*others: Any) -> None:
+        has_moved = bool((model.get_parameter("head.bias") != start).any())
+        optimizer.param_groups[0]["dampening"] = 0.5 * has_moved
+
+    optimizer.register_step_post_hook(follow)
+    optimizer.param_groups[0]["momentum"] = 0.9
+    return optimizer
+
+
 def rates_by_attribute(model: nn.Module) -> torch.optim.Optimizer:
     for weight in model.get_submodule("stem").parameters():
         vars(weight)["rate"] = 0.1
@@ -240,7 +253,7 @@ HABITS: dict[str, Build] = {
     "closure_or_nothing": lambda weights: NeedsClosure(weights, lr=3e-2),
 }
 OF_MODEL: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    one.__name__: one for one in (clips_gradients, clips_weights, rates_by_attribute)
+    one.__name__: one for one in (clips_gradients, clips_weights, rates_by_attribute, rates_by_weights)
 }
 OTHERS: dict[str, Build] = {
     "head_only": lambda weights: torch.optim.AdamW(weights[-2:], lr=3e-3),
