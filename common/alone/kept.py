@@ -80,10 +80,9 @@ def kept(
         held = {True: list[str](), False: list[str]()}
         for entry in walk.entries[: of_model[0]]:
             held[entry.is_generator] += entry.find_changes()
-        written = [each for each in lending.tensors if each.tensor._version != each.version]
-        changes.in_model += [each.name for each in written if id(each.tensor) in plain]
+        watched = [each for each in lending.tensors if not each.is_trained or id(each.tensor) in plain]
+        written = [each for each in watched if each.tensor._version != each.version]
         changes.in_model += held[False]
-        written = [each for each in written if not each.is_trained]
         changes.names += [*found[False], *(each.name for each in written), *numbers]
         changes.generators += found[True] + held[True]
         changes.lost += [name for name, moved in walk.iterators if moved()]

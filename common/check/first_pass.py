@@ -69,9 +69,10 @@ class FirstPass:
         self, take_pass: Callable[..., "Outcome"], fetch: Callable[[Tensor], Batch], ids: Tensor, tolerance: float
     ) -> None:
         """Finds values and gradients that depend on the other samples of a micro-batch, in evaluation and in training:
-        takes each half alone. If a pass draws, it has each half twice, so that each sample gets the same numbers."""
-        size = len(ids) // 2
-        for trains in (False, True) if size else ():
+        takes each half alone. If a pass draws, it has each half twice, so that each sample gets the same numbers. Then
+        finds values that the passes have changed for later ones, also those of training for evaluation."""
+        size, evaluated = len(ids) // 2, None
+        for trains in (False, True, False)[: 2 if self.written else 3] if size else ():
             take, mixed = partial(take_pass, trains), dict[str, None]()
             try:
                 whole = take(batch := fetch(ids[: 2 * size]), slice(None))
@@ -86,7 +87,9 @@ class FirstPass:
                 continue
             self.draws_in_evaluation |= whole.draws and not trains
             self.draws |= whole.draws_backwards
-            same = {name for name in whole.values if again.is_close(whole, name, tolerance)}
+            before = whole if trains or evaluated is None else evaluated
+            evaluated = evaluated if trains else before
+            same = {name for name in whole.values if again.is_close(before, name, tolerance)}
             self.moves |= len(same) < len(whole.values)
             self.mixes += [name for name in mixed if name in same]
             self.mixes_gradients |= not is_sum and not mixed and torch.equal(again.gradient, whole.gradient)

@@ -37,6 +37,7 @@ class Rehearsal:
     moved: dict[int, Step]  # the same from weights that are perturbed by rounding errors: a trajectory amplifies them
     first: Step  # the first step of the run
     is_low: bool  # whether a layer computes with fewer bits than float32
+    keeps: str  # what layers hold and the first steps changed
 
     @classmethod
     def take(cls, run: ReferenceRun, first: Step, first_pass: FirstPass, number: int) -> "Rehearsal | None":
@@ -49,7 +50,11 @@ class Rehearsal:
         try:
             with with_full_weights(run.setup.model):  # what is on disk stays there, as in the other processes
                 steps = run.steps(numbers, None, compares=first_pass, first=number)
-                return cls(steps, Perturbed.take(run, numbers, ROUNDINGS[0], number).steps, first, run.is_low)
+                moved, held = (
+                    Perturbed.take(run, numbers, ROUNDINGS[0], number).steps,
+                    run.changes and run.changes.in_model,
+                )
+                return cls(steps, moved, first, run.is_low, " or ".join((held or [])[:2]))
         except Exception:  # the run will show it, with the step and its samples
             return None
 
@@ -65,7 +70,8 @@ class Rehearsal:
         return (
             f"{layout} does not give the result of one process: in step {number + 1}, {found[0].text}\n"
             "  likely cause: the first steps were the same; something begins later, such as a hook, dropout or a "
-            "schedule in the model or the optimizer\n  --check_steps 0 trains without this check"
+            f"schedule in the model or the optimizer{f', or what follows from {self.keeps}' * bool(self.keeps)}\n"
+            "  --check_steps 0 trains without this check"
         )
 
     def _tolerance(self, key: Key, expected: Step) -> float:

@@ -164,9 +164,10 @@ def test_value_that_depends_on_other_samples_is_said(tmp_path: Path, recipe: str
     assert run.stdout.count('"loss" of a sample depends on the other samples of its micro-batch, here 2 of 8') == 1
 
 
-def test_state_that_only_evaluations_change_is_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize("habit", ["mean_of_evaluations", "range_of_training"])
+def test_state_that_evaluations_use_is_said(tmp_path: Path, habit: str) -> None:
     """The second evaluation differed by 1 % under DDP, without a line."""
-    run = fork(tmp_path / "run", "ddp", USERS, "--model mean_of_evaluations --hang_timeout 60")
+    run = fork(tmp_path / "run", "ddp", USERS, f"--model {habit} --hang_timeout 60")
     assert run.stdout.count("each call of forward_step or of a layer changes calls: if it is used, the result dep") == 1
 
 
