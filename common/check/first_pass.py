@@ -46,7 +46,6 @@ class FirstPass:
         is_scripted = isinstance(called, torch.jit.ScriptModule)  # it takes no hooks
         hook = nullcontext() if is_scripted else called.register_forward_pre_hook(lambda *_: calls.append(True))
         before = {name: (tensor, tensor._version) for name, tensor in module.named_parameters()}
-        gradients = [(tensor, tensor.grad) for tensor, _ in before.values()]
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}  # BatchNorm changes no version
         states = generator_states(device)
         with hook, _no_new_weights(module):
@@ -55,10 +54,6 @@ class FirstPass:
             raise UsageError(
                 "forward_step never calls the model that it is given, so nothing connects the processes: call "
                 "model(...), not one of its methods or layers, and not a model from outside forward_step"
-            )
-        if any(tensor.grad is not gradient for tensor, gradient in gradients):
-            raise UsageError(
-                "forward_step calls backward(): return the loss of each sample; fit computes the gradients"
             )
         self.draws = generator_states(device) != states or self.draws
         changed = [name for name, (tensor, version) in before.items() if tensor._version != version]

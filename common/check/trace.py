@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.sets import Batch, NumberedStep
+from ..errors import UsageError
 from ..parallel.absent import Absent
 from ..parallel.strategies import strategies_of
 from ..step.engine import Engine, StepResult
@@ -85,8 +86,14 @@ class Observer:
         watches = first_pass is not None and isinstance(model, nn.Module)
         device, own.samples[row] = engine.accelerator.device, checksums(batch)
         module = engine.module if model is engine.model else model  # of a pipeline, that of a stage
+        is_whole = watches and model is engine.model  # in a pipeline, backward passes begin in here
+        gradients = [(weight, weight.grad) for weight in module.parameters()] if is_whole else []
         with first_pass.watch(model, module, device) if first_pass and watches else nullcontext():
             values = values_of(model, batch, number)
+        if any(weight.grad is not before for weight, before in gradients):
+            raise UsageError(
+                "forward_step calls backward(): return the loss of each sample; fit computes the gradients"
+            )
         if not torch.is_grad_enabled():
             return values
         own.values[row] = on_cpu(values)
