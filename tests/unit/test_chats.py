@@ -182,7 +182,11 @@ def write(path: Path, *rows: dict) -> str:
 @pytest.mark.parametrize(
     ("row", "line"),
     [
-        ({"chat": [QUESTION, ANSWER]}, "has neither messages nor prompt and completion: use --messages_column with"),
+        (
+            {"chat": [QUESTION, ANSWER]},
+            "has neither messages nor prompt and completion: rename two columns, or use --m",
+        ),
+        ({"messages": "Why?"}, "its messages are not valid JSON"),
         ({"messages": [{"role": "user"}]}, r"conversation 1: message 1 \(user\) has no content"),
         ({"messages": None}, "conversation 1: expected a list of messages"),
         ({"messages": [{"from": "robot", "value": "Why?"}]}, "conversation 1: a message is from robot: expected human"),
@@ -200,7 +204,8 @@ def test_files(tmp_path: Path) -> None:
     tokenizer = with_chat_template(byte_tokenizer(), small_chat_model(64, "sdpa")[0])
     prompts = write(tmp_path / "prompts.jsonl", *[{"prompt": "Why?", "completion": "Because."}] * 3)
     messages = write(tmp_path / "messages.jsonl", *[{"messages": [QUESTION, ANSWER]}] * 3)
-    for path in (prompts, messages):
+    texts = write(tmp_path / "texts.jsonl", *[{"messages": json.dumps([QUESTION, ANSWER])}] * 3)
+    for path in (prompts, messages, texts):
         train, evaluation = load_chats(path, tokenizer, 64, "messages")
         assert len(train) == 2 and len(evaluation) == 1 and train.chat(0).messages == [QUESTION, ANSWER]
         assert trained_text(train.rows[0]) == "Because.\x03"

@@ -47,6 +47,7 @@ def test_files(tmp_path: Path) -> None:
     ("rows", "line"),
     [
         (["review,label", "a,b"], "has no column text: use --text_column with one of review, label"),
+        (["text, label", "a,b"], "has no column label: use --label_column with one of text, ' label'"),
         (["text,stars", "a,b"], "has no column label: use --label_column with one of text, stars"),
         (
             ["text,label", *["a,b"] * 9],

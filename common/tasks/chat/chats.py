@@ -173,7 +173,7 @@ def load_chats(
         max_samples: read at most this many conversations of each part, as a stream.
     """
     needs = [{column}, {"conversations"}, {"prompt", "completion"}]
-    lacks = f"has neither {column} nor prompt and completion: use --messages_column with a column of lists, of"
+    lacks = f"has neither {column} nor prompt and completion: rename two columns, or use --messages_column with one of"
     kind, limits = f"conversation in {column}", (max_length, max_samples)
 
     def read(row: Row) -> list[Conversation]:

@@ -57,7 +57,7 @@ class Conversation:
         """A row's conversation: messages of this column or "conversations"; prompt, completion. Raises UsageError."""
         for name in (column, "conversations"):
             if name in row:
-                return cls(check_messages(as_messages(row[name])), 0, options_of(row))
+                return cls(check_messages(as_messages(_json_of(row, name, list))), 0, options_of(row))
         prompt = as_messages(row["prompt"], "user")
         messages = check_messages(prompt + as_messages(row["completion"], "assistant"))
         return cls(messages, len(prompt), options_of(row))

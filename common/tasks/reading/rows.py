@@ -83,7 +83,7 @@ class Table:
         """Raises UsageError unless the table has these columns, {flag that names a column: its name}."""
         for flag, name in columns.items():
             if name not in self.column_names and name.partition(".")[0] not in self.column_names:
-                found = ", ".join(self._named_texts())
+                found = ", ".join(repr(each) if re.search(r"^\s|\s$|,", each) else each for each in self._named_texts())
                 raise UsageError(f"--data {self.name} has no column {name}: use {flag} with one of {found}")
 
     def _named_texts(self) -> Iterator[str]:
