@@ -160,7 +160,7 @@ _noting: list[list[str]] = []  # lists of files; only the last one grows
 def _listen() -> None:
     def note(event: str, given: tuple) -> None:
         if _noting and event == "open" and given[2] & (os.O_WRONLY | os.O_RDWR) and not isinstance(given[0], int):
-            path = str(given[0])
+            path = os.fsdecode(given[0])
             _noting[-1] += [path] * (".pyc" not in path and not path.startswith("/dev/"))
 
     sys.addaudithook(note)  # it cannot be removed
