@@ -65,8 +65,8 @@ def not_repeated(reference: Reference) -> str | None:
     if cause is None:
         known = ", ".join([*reference.changes.names, *reference.changes.generators][:3])
         cause = (
-            "forward_step, a hook or the optimizer draws without a seed, or keeps something where the check does not look, "
-            f"such as a file, or an object of a package{f'; it restored {known}' * bool(known)}: give "
+            "forward_step, a hook or the optimizer draws without a seed, or keeps something where the check does not "
+            f"look, such as a file, or an object of a package{f'; it restored {known}' * bool(known)}: give "
             "forward_step a third argument, step, the number of the optimizer step, and compute from it"
         )
     return (
