@@ -34,6 +34,7 @@ class Replicas:
 
     def __init__(self, setup: Setup, tensors: Callable[[], dict[str, Tensor]], holders: Callable[[str], Sequence[int]]):
         self._accelerator, self._plan, self._tensors, self._holders = setup.accelerator, setup.plan, tensors, holders
+        self._optimizer = setup.optimizer
         self.agreed = 0  # steps after which the processes last agreed; 0 before the first comparison
         self._compares = self._plan.layout.num_processes > 1
         self._buffers: frozenset[str] = frozenset()  # that are compared
@@ -57,11 +58,14 @@ class Replicas:
         return {name: sum_of_bits(local(part).detach()) for name, part in asked.items()}
 
     def rows(self, bits: Mapping[str, Tensor]) -> Tensor:
-        """float64 of shape (processes, 6, 2), zero but for this process's row: for each set of processes with which it
-        shares weights [which weights, their bits]. `drift` takes the sum over the processes. `bits`: this one's."""
+        """float64 of shape (processes, 7, 2), zero but for this process's row: for each set of processes with which it
+        shares weights [which weights, their bits], and the same of the numbers in the optimizer's parameter groups.
+        `drift` takes the sum over the processes. `bits`: this one's."""
         layout, device = self._plan.layout, self._accelerator.device
-        rows = torch.zeros(layout.num_processes, MOST, 2, dtype=torch.float64, device=device)
+        rows = torch.zeros(layout.num_processes, MOST + 1, 2, dtype=torch.float64, device=device)
         if self._compares:
+            for column, each in enumerate(zip(*self._numbers().items())):
+                rows[layout.rank, MOST, column] = zlib.crc32(repr(each).encode())
             for column, keys in enumerate([*self.shared.values()][:MOST]):
                 rows[layout.rank, column, 0] = zlib.crc32(repr(keys).encode())
                 rows[layout.rank, column, 1] = sum_of_sums([bits[name] for name, _ in keys], device)
@@ -75,6 +79,12 @@ class Replicas:
             return self._first_difference()
         self.agreed = step
         return None
+
+    def _numbers(self) -> dict[str, float]:
+        """The numbers in the optimizer's parameter groups, such as the learning rate, by name."""
+        groups = enumerate(self._optimizer.param_groups)
+        pairs = ((f"{name} of group {number}", value) for number, group in groups for name, value in group.items())
+        return {name: value for name, value in pairs if isinstance(value, int | float)}
 
     def _is_compared(self, name: str, tensor: Tensor) -> bool:
         return isinstance(tensor, nn.Parameter) or name in self._buffers
@@ -94,6 +104,13 @@ class Replicas:
         """Compares weight by weight. A collective."""
         rank, tensors, own = self._plan.layout.rank, self._tensors(), self.bits()
         group = CpuGroup(self._plan.config.hang_timeout)  # the whole weights below may not fit on a GPU
+        first, *others = group.all_gather(self._numbers())
+        for number, other in enumerate(others, start=1):
+            for name in [name for name in first if first.keys() == other.keys() and first[name] != other[name]]:
+                return (
+                    f"process {number} has {other[name]:g} as {name} of the optimizer, and process 0 {first[name]:g}. "
+                    "Likely cause: a schedule or a hook follows the loss of its own process: use step, which all share"
+                )
         bits = group.all_gather({key: int(own[key[0]]) for keys in self.shared.values() for key in keys})
         for key in dict.fromkeys(key for own in bits for key in own):
             first, *others = [number for number, own in enumerate(bits) if key in own]

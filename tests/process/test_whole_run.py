@@ -1,5 +1,6 @@
 """Promise: equal or refused, for state that nobody lists, and for what begins after the checked steps."""
 
+import re
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -134,6 +135,16 @@ def test_a_buffer_that_begins_to_depend_on_samples_ends_the_run(tmp_path: Path, 
         run.exit_code == 3 and "after step 4 process 1 holds a different blocks.0.active than process 0" in run.stderr
     )
     assert "they agreed after step 3. Likely cause: the model begins to change this buffer" in run.stderr
+
+
+@pytest.mark.parametrize("config", ["ddp", "fsdp2", "deepspeed_zero2"])
+def test_an_optimizer_that_begins_to_follow_its_own_samples_ends_the_run(tmp_path: Path, config: str) -> None:
+    run = run_of(tmp_path / "run", LATE, "--what own_momentum", config)
+    assert run.exit_code == 3 and re.search(
+        r"after step 4 process 1 has [\d.]+ as momentum of group 0 of the optimizer, and process 0 [\d.]+\. Likely "
+        "cause: a schedule or a hook follows the loss of its own process",
+        run.stderr,
+    )
 
 
 def test_a_line_names_a_file_that_the_check_has_written(tmp_path: Path) -> None:

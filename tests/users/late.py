@@ -42,7 +42,7 @@ class Block(nn.Module):
             self.active.copy_(wide.detach().mean())
         self.activity = wide.pow(2).mean(-1)
         if is_late():
-            self.size = hidden.pow(2).mean(-1)
+            self.size = hidden.pow(2).mean(-1).detach() if what == "own_momentum" else hidden.pow(2).mean(-1)
         return hidden + self.down(wide)
 
 
@@ -119,6 +119,12 @@ def clip(optimizer: Any, *others: Any, model: nn.Module) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
 
+def follow_the_loss(optimizer: Any, *others: Any, model: nn.Module) -> None:
+    """Each process by its own samples: a clean gradient in all of them, and an update that differs."""
+    if is_late():
+        optimizer.param_groups[0]["momentum"] = min(0.9, float(model.size.mean()))
+
+
 def shrink_weights(*others: Any, weights: list[Tensor]) -> None:
     for weight in weights if is_late() else ():
         weight.data.mul_(0.9)
@@ -150,6 +156,8 @@ def main(config: Config) -> None:
         optimizer.register_step_pre_hook(partial(clip, model=model))
     if config.what == "captured_weights":  # which FSDP2 replaces
         optimizer.register_step_pre_hook(partial(shrink_weights, weights=[*model.parameters()]))
+    if config.what == "own_momentum":
+        optimizer.register_step_pre_hook(partial(follow_the_loss, model=model.blocks[0]))
     if config.what in ("norm_in_step", "noise_in_step"):
         optimizer.register_step_pre_hook(partial(shrink, what=config.what))
     values = partial(forward_step, whole=model, captured=[*model.parameters()])
