@@ -40,7 +40,9 @@ class RunConfig:
     """The flags that all recipes share. A recipe extends the class, overrides defaults and adds its own flags."""
 
     data: str = flag(
-        "", "name of an embedded dataset, a Hub id or a local path; or several with weights: a.jsonl:3,b.jsonl:1"
+        "",
+        "name of an embedded dataset, a local path, or a Hub id such as nyu-mll/glue:mrpc; or several with weights: "
+        "a.jsonl:3,b.jsonl:1",
     )
     mixture_ends: Literal["first", "all"] = flag(
         "first",

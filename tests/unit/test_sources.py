@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 from PIL import Image
 
@@ -171,6 +172,33 @@ def test_a_card_says_which_files_belong_to_which_split(tmp_path: Path) -> None:
     files = "[{split: train, path: 'a*.jsonl'}, {split: test, path: b.jsonl}]"
     (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files: {files}\n---\nWords.\n")
     assert found(folder) == [["2024-01-01", "a2.jsonl"], ["b.jsonl"]]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_configuration_after_a_colon(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "set"
+    for name in ("cola", "mrpc", "mrpc_test"):
+        rows = datasets.Dataset.from_dict({"text": [name]})
+        folder.mkdir(exist_ok=True)
+        rows.to_json(folder / f"{name}.jsonl") if kind == "jsonl" else rows.to_parquet(folder / f"{name}.parquet")
+    of_mrpc = f"[{{split: train, path: mrpc.{kind}}}, {{split: test, path: mrpc_test.{kind}}}]"
+    configs = f"- config_name: cola\n  data_files: cola.{kind}\n- config_name: mrpc\n  data_files: {of_mrpc}\n"
+    (folder / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    for max_samples in (None, 5):
+        tables = load_tables(f"{folder}:mrpc", "", max_samples)
+        assert [[*table.texts("text")] for table in tables] == [["mrpc"], ["mrpc_test"]]
+    for data in (folder, f"{folder}:sst"):
+        with pytest.raises(UsageError, match=f"name a configuration, such as --data {folder}:cola; it has cola, mrpc"):
+            load_tables(str(data), "")
+
+
+def test_splits_with_an_end(tmp_path: Path) -> None:
+    folder = write(tmp_path / "set", "a.jsonl", "b.jsonl", "c.jsonl")
+    files = "".join(f"  - split: {name}\n    path: {name[-1]}.jsonl\n" for name in ("train_a", "test_b", "test_a"))
+    (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files:\n{files}---\n")
+    assert [[*table.texts("text")] for table in load_tables(f"{folder}:a", "")] == [["a.jsonl"], ["a.jsonl"]]
+    with pytest.raises(UsageError, match=f"found train_a, test_b, test_a: use --data {folder}:a for train_a"):
+        load_tables(str(folder), "")
 
 
 def test_text_and_rows_for_a_language_model(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def weights_of(data: str) -> dict[str, float] | None:
     if os.path.isdir(data) or (os.path.isfile(data) and Path(data).suffix not in (".yaml", ".yml")):  # noqa: PTH112, PTH113
         return None  # a file may be called a:1,b:2; os.path says no to a name that is too long
     words = [word.strip() for word in data.split(",")]
-    given = [re.fullmatch(r"[^,:]+:([-+]?[\d.][\d.e+-]*|[-+]?(nan|inf)\w*)", word, re.I) is not None for word in words]
+    given = [re.fullmatch(r"[^,]+:([-+]?[\d.][\d.e+-]*|[-+]?(nan|inf)\w*)", word, re.I) is not None for word in words]
     if len(words) > 1 and any(given):
         if not all(given):
             raise UsageError(f"--data {data}: {words[given.index(False)]} has no weight: use a number after a colon")

@@ -6,6 +6,7 @@ import re
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib.util import find_spec
 from itertools import chain, zip_longest
 from pathlib import Path, PurePath
@@ -15,7 +16,7 @@ import torch
 from huggingface_hub import metadata_load
 from yaml import YAMLError
 
-from ...data.facts import say
+from ...data.facts import say, shorten
 from ...errors import RunError, UsageError, first_line
 from ...files import check_is_pulled
 from ...records.run_card import read_card
@@ -109,12 +110,12 @@ def _datasets_of(
     """(as `names_of_splits` gives them, what reads one) of Parquet files, a saved dataset or a Hub id."""
     import datasets  # not at the top: the import takes seconds
 
-    path = local_path(data)
-    where: tuple[str, Any] = str(path.absolute()) if _has_card(path) else data, None
+    path, make = local_path(data), partial(_builder_of, data)
     for place in chain(*files.values(), path.rglob("*.arrow") if is_saved(path) else ()):
         check_is_pulled(Path(place))
     if files:  # for `datasets` a path is a pattern
-        where = "parquet", {name: [glob.escape(str(place)) for place in places] for name, places in files.items()}
+        patterns = {name: [glob.escape(str(place)) for place in places] for name, places in files.items()}
+        make = partial(datasets.load_dataset_builder, "parquet", data_files=patterns)
     folder = ""
     with _errors_in_one_line(data, advice):
         if is_saved(path):
@@ -123,9 +124,11 @@ def _datasets_of(
         elif max_samples is None:
             # The first process of each machine downloads and converts. The others then read the cache.
             with first_process_first():
-                splits = datasets.load_dataset(where[0], data_files=where[1])
+                builder = make()
+                builder.download_and_prepare()
+            splits = builder.as_dataset()
         else:
-            builder = datasets.load_dataset_builder(where[0], data_files=where[1])
+            builder = make()
             splits, folder = builder.as_streaming_dataset(), builder.cache_dir
 
     def read(name: str) -> Table:
@@ -158,16 +161,23 @@ def table_files(data: str, advice: str) -> tuple[Files, dict[str, Any]]:
             return {}, {}
         if not _has_card(path):
             return files_of_folder(data, path, TABLES, advice), {}
-        return _find_files(data, str(path.absolute()), advice)
+        return _find_files(data, advice)
     if path.is_file():
         if ending_of(path) not in TABLES:
             raise UsageError(f"--data {data}: its name must end with one of {', '.join(TABLES)}; {advice}")
         return {"train": [path.absolute()]}, {}
     if os.path.lexists(path):
         raise UsageError(f"--data {data} is not a file or folder that can be read; {advice}")
-    if ending_of(path) in (*TABLES, ".txt") or not HUB_ID.fullmatch(data):
+    name, _ = split_name(data)
+    if ending_of(path) in (*TABLES, ".txt") or not (HUB_ID.fullmatch(name) or _has_card(local_path(name))):
         raise UsageError(f"--data {data}: no such file or folder; {advice}")
-    return _find_files(data, data, advice)
+    return _find_files(data, advice)
+
+
+def split_name(data: str) -> tuple[str, str]:
+    """("nyu-mll/glue", "mrpc") of "nyu-mll/glue:mrpc", a Hub id and its configuration; (data, "") without one."""
+    name, _, config = data.rpartition(":")
+    return (name, config) if name and not local_path(data).exists() else (data, "")
 
 
 def files_of_folder(data: str, folder: Path, kinds: dict[str, str], advice: str) -> Files:
@@ -276,12 +286,28 @@ def _has_card(folder: Path) -> bool:
     return False
 
 
-def _find_files(data: str, name: str, advice: str) -> tuple[Files, dict[str, Any]]:
-    """Like `table_files` of a Hub id, or a folder with a card: the files whose types `datasets` would guess, if any."""
+def _builder_of(data: str) -> Any:
+    """What reads a Hub id, or a folder with a card, in `datasets`. What follows a colon is a configuration, or, where
+    there is only one, the end of the names of splits, such as train_sft. Raises UsageError if one must be named."""
     import datasets
 
+    name, config = split_name(data)
+    path = local_path(name)
+    where = str(path.absolute()) if _has_card(path) else name
+    try:
+        return datasets.load_dataset_builder(where, config or None)
+    except ValueError:
+        if len(names := datasets.get_dataset_config_names(where)) < 2:
+            return datasets.load_dataset_builder(where)
+        known = f"it has {shorten(names)}"
+        raise UsageError(f"--data {data}: name a configuration, such as --data {name}:{names[0]}; {known}") from None
+
+
+def _find_files(data: str, advice: str) -> tuple[Files, dict[str, Any]]:
+    """Like `table_files` of a Hub id, or a folder with a card: the files whose types `datasets` would guess, if any."""
+
     with _errors_in_one_line(data, advice):
-        builder = datasets.load_dataset_builder(name)
+        builder = _builder_of(data)
     if builder.name not in ("csv", "json"):
         return {}, {}
     own, usual = vars(builder.config), vars(type(builder.config)())
@@ -300,10 +326,13 @@ def check_not_streamed(data: str, max_samples: int | None) -> None:
 
 def names_of_splits(data: str, splits: Iterable[str]) -> list[str]:
     """The names of the training split and of those for evaluation, the best first. Raises UsageError."""
-    given = {name.lower(): name for name in splits}
-    train, *others = ([given[name] for name in names if name in given] for names in SPLITS.values())
+    given, end = {name.lower(): name for name in splits}, f"_{split_name(data)[1].lower()}"
+    each = [[word for name in names for word in (name + end, name) if word in given] for names in SPLITS.values()]
+    train, *others = ([given[word] for word in words] for words in each)
     if given and not train:
-        raise UsageError(f"--data {data}: expected a train split, found {', '.join(given.values())}")
+        ends = [name.partition("_")[2] for name in given.values() if name.startswith("train_")]
+        advice = f": use --data {split_name(data)[0]}:{ends[0]} for train_{ends[0]}" if ends else ""
+        raise UsageError(f"--data {data}: expected a train split, found {', '.join(given.values())}{advice}")
     return [*train[:1], *chain(*others)]
 
 
