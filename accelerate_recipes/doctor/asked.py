@@ -98,10 +98,15 @@ def refusals_of(
     found: list[UsageError] = []
     facts = {} if setup is None else {"num_workers": config.num_workers, "sample_bytes": _num_bytes(setup.train_set[0])}
     remove_variables()
-    variables, refused = _launched(Path(path), likely)
-    if variables is None:
-        return {"refusals": [], "of_the_launcher": refused, "facts": facts}
-    os.environ.update(variables)
+    refused: list[str] = []  # by the launcher; with likely flags, other mistakes in a file show, too
+    for given in ([], likely):
+        try:
+            os.environ.update(launched(Path(path), given))
+            break
+        except Exception as error:  # the launcher raises what it likes
+            refused.append(first_line(error))
+    else:
+        return {"refusals": [], "of_the_launcher": refused[:1], "facts": facts}
     try:
         layout = replace(layout_of(Environment.read(), config), device="cuda" if has_gpu else "cpu")
         # This process runs on the CPU, so the doctor's own rules count the GPUs.
@@ -125,17 +130,6 @@ def refusals_of(
     return {"refusals": found, "of_the_launcher": refused, "facts": facts}
 
 
-def _launched(path: Path, likely: list[str]) -> tuple[dict[str, str] | None, list[str]]:
-    """The launcher's variables, and what it refuses. With likely flags, other mistakes in a file show, too."""
-    refused: list[str] = []
-    for flags in ([], likely):
-        try:
-            return launched(path, flags), refused
-        except Exception as error:  # the launcher raises what it likes
-            refused.append(first_line(error))
-    return None, refused[:1]
-
-
 def _note(found: list[UsageError], check: Any, *arguments: Any) -> None:
     try:
         check(*arguments)
@@ -151,11 +145,6 @@ def _num_bytes(sample: Any) -> int:
 def launched(config: Path, flags: Sequence[str] = ()) -> dict[str, str]:
     """The first process's variables, under a config file and flags of `accelerate launch`. Raises what it raises."""
     from accelerate.commands import launch  # here, because the import takes seconds
-    from accelerate.utils.launch import (
-        prepare_deepspeed_cmd_env,
-        prepare_multi_gpu_env,
-        prepare_simple_launcher_cmd_env,
-    )
 
     arguments = launch.launch_command_parser().parse_args(["--config_file", str(config), *flags, "recipe.py"])
     arguments, defaults, _ = launch._validate_launch_command(arguments)
@@ -163,11 +152,11 @@ def launched(config: Path, flags: Sequence[str] = ()) -> dict[str, str]:
     arguments.main_process_port = 0  # any free one: the launcher refuses a port that is in use
     arguments.main_process_ip = arguments.main_process_ip or "127.0.0.1"  # the command line may give it
     if arguments.use_deepspeed:
-        _, variables = prepare_deepspeed_cmd_env(arguments)
+        _, variables = launch.prepare_deepspeed_cmd_env(arguments)
     elif arguments.multi_gpu or arguments.use_fsdp or arguments.use_megatron_lm:
-        variables = prepare_multi_gpu_env(arguments)
+        variables = launch.prepare_multi_gpu_env(arguments)
     else:
-        _, variables = prepare_simple_launcher_cmd_env(arguments)
+        _, variables = launch.prepare_simple_launcher_cmd_env(arguments)
         return variables
     sizes = {"WORLD_SIZE": arguments.num_processes, "GROUP_WORLD_SIZE": arguments.num_machines}
     sizes["LOCAL_WORLD_SIZE"] = arguments.num_processes // arguments.num_machines

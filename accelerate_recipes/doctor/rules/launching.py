@@ -40,9 +40,7 @@ def unknown_kind(config: Config) -> Iterator[Finding]:
     if config.kind in all_kinds or not config.is_local:
         return
     near = difflib.get_close_matches(config.kind.upper(), all_kinds, n=1)
-    near += [
-        readers[-1] for name, (key, readers) in READERS.items() if key == "distributed_type" and config.section(name)
-    ]
+    near += [kinds[-1] for name, (key, kinds) in READERS.items() if key == "distributed_type" and config.section(name)]
     yield Finding(
         f"distributed_type is {config.kind}" if config.kind else "the file has no distributed_type",
         f"accelerate launch ends with an error; it knows {', '.join(all_kinds)}",
