@@ -56,11 +56,10 @@ def look(number: int, *arguments: Any, **options: Any) -> dict[str, Any]:
 
 def _tokenizer(export: Any) -> Any:
     """The tokenizer, or the processor that has one, whose files `export` writes: it is its method, or holds it."""
-    held = [cell.cell_contents for cell in getattr(export, "__closure__", None) or ()]
-    found = [getattr(export, "__self__", None), *held, *getattr(export, "args", ())]
-    return next(
-        (getattr(one, "tokenizer", one) for one in found if hasattr(getattr(one, "tokenizer", one), "decode")), None
-    )
+    held = [getattr(export, "__self__", None), *getattr(export, "args", ())]
+    held += [cell.cell_contents for cell in getattr(export, "__closure__", None) or ()]
+    found = (getattr(one, "tokenizer", one) for one in held)
+    return next((one for one in found if hasattr(one, "decode")), None)
 
 
 def _size(dataset: Any) -> dict[str, int]:

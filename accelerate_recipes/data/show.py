@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy
 from PIL import Image
+from rich.color import Color
 from rich.console import Console
 from rich.style import Style
 from rich.text import Text
@@ -84,8 +85,6 @@ def _blocks(png: str) -> Text:
     text = Text()
     for above, below in zip(colours[::2], colours[1::2]):
         for upper, lower in zip(above, below):
-            text.append(
-                "▀", Style(color=f"rgb({','.join(map(str, upper))})", bgcolor=f"rgb({','.join(map(str, lower))})")
-            )
+            text.append("▀", Style.from_color(Color.from_rgb(*upper), Color.from_rgb(*lower)))
         text.append("\n")
     return text

@@ -18,6 +18,7 @@ from accelerate_recipes.plan.hardware import Gpu
 from accelerate_recipes.plan.zero import divide
 
 MOST = 8192  # GPUs of a scaling curve
+Fitting = list[tuple[str, Estimate]]  # what to type, and its plan
 PER_MACHINE = 8  # GPUs, where a plan for one machine grows
 SECTIONS = ("fsdp", "parallelism", "deepspeed", "fp8", "dynamo")  # a key that starts so stands in <section>_config
 
@@ -59,9 +60,7 @@ def _sizes(asked: dict[str, Any], settings: Mapping[str, int | str], number: int
     the shards grow, else the processes that share a layer; those that share a sample's tokens get replicas."""
     prefix = "parallelism_config_"
     sizes = {
-        key.removeprefix(prefix).removesuffix("_size"): int(value)
-        for key, value in asked.items()
-        if key.endswith("_size")
+        key.removeprefix(prefix).removesuffix("_size"): int(value) for key, value in asked.items() if "_size" in key
     }
     if any(key.startswith(prefix) for key in settings) or not {"dp_replicate", "dp_shard", "tp", "sp"} & set(sizes):
         return {}
@@ -170,9 +169,7 @@ def scale_up(plan: Estimate, gpu: Gpu) -> list[Speed]:
     return rows
 
 
-def alternatives(
-    case: Case, plan: Estimate, script: Path, flags: Sequence[str], gpu: Gpu
-) -> list[tuple[str, Estimate]]:
+def alternatives(case: Case, plan: Estimate, script: Path, flags: Sequence[str], gpu: Gpu) -> Fitting:
     """[(what to type, its plan)]: settings near a case that fit the GPU's memory, the first of each kind."""
     own = plan.run.micro_batch_size
     smaller = _of_sizes(case, [own // 2**power for power in range(1, own.bit_length())], own)
@@ -187,7 +184,7 @@ def alternatives(
         return found
 
 
-def larger(case: Case, plan: Estimate, script: Path, flags: Sequence[str], gpu: Gpu) -> list[tuple[str, Estimate]]:
+def larger(case: Case, plan: Estimate, script: Path, flags: Sequence[str], gpu: Gpu) -> Fitting:
     """The largest micro-batch that fits, like `alternatives`; empty if the case's own is the largest."""
     run = plan.run
     sizes = [run.micro_batch_size * 2**power for power in range(run.accumulation.bit_length() - 1, 0, -1)]
@@ -214,7 +211,7 @@ def _fsdp2_cases(case: Case, run: RunFacts) -> list[tuple[str, Case]]:
 
 def _first_that_fit(
     kinds: Sequence[Sequence[tuple[str, Case]]], script: Path, flags: Sequence[str], gpu: Gpu
-) -> list[tuple[str, Estimate]]:
+) -> Fitting:
     """The first of each kind that fits."""
     tries = [(text, replace(case, kind=number)) for number, kind in enumerate(kinds) for text, case in kind]
     found = dict(zip((text for text, _ in tries), plans(script, flags, [case for _, case in tries], gpu)))

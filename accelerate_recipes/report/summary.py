@@ -94,9 +94,7 @@ def _summary(run: Run) -> dict[str, Any]:
     for metric in run.metrics:
         curve = run.curve(metric)
         points = {"last": last(curve), "best": best(metric, curve)}
-        metrics[metric] = {
-            name: {"step": point[0], "value": point[1]} for name, point in points.items() if point is not None
-        }
+        metrics[metric] = {name: {"step": point[0], "value": point[1]} for name, point in points.items() if point}
     return {
         "name": run.name,
         "folder": str(run.folder),

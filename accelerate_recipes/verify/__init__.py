@@ -17,12 +17,10 @@ def verify(
         int | None, typer.Option(help="optimizer steps of each run (default: 20)", min=4, max=10_000)
     ] = None,
     config: Annotated[
-        list[str] | None,
-        typer.Option(help="config by name or path; repeatable (default: all that this machine runs)"),
+        list[str] | None, typer.Option(help="config by name or path; repeatable (default: all that this machine runs)")
     ] = None,
     checkpoint: Annotated[
-        Path | None,
-        typer.Option(help="folder of a checkpoint: only check the next steps of its run, under its config"),
+        Path | None, typer.Option(help="folder of a checkpoint: only check the next steps of its run, under its config")
     ] = None,
     output: Annotated[
         Path | None, typer.Option(help="folder for certificate.json and certificate.md (default: verified/<script>)")
@@ -38,8 +36,7 @@ def verify(
         Path | None, typer.Option(help="only write the first steps of one process to this file, to compare later")
     ] = None,
     against: Annotated[
-        Path | None,
-        typer.Option(help="only compare one process with this record or certificate.json"),
+        Path | None, typer.Option(help="only compare one process with this record or certificate.json")
     ] = None,
     as_json: AsJson = False,
 ) -> int:

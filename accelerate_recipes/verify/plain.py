@@ -23,8 +23,7 @@ from accelerate_recipes.verify.runs import LAUNCH
 WATCHED = Path(__file__).with_name("watched.py")
 # The last line of a traceback, perhaps behind torchrun's prefix: not a line of code that names an error.
 _ERROR = re.compile(
-    r"^(?!.*(?:ChildFailed|CalledProcess))(?:\[\w+\]:\s)?((?:\w+\.)*\w*(?:Error|Exception|Exit)\b.*|\S+: error: .*)",
-    re.M,
+    r"(?m)^(?!.*(?:ChildFailed|CalledProcess))(?:\[\w+\]:\s)?((?:\w+\.)*\w*(?:Error|Exception|Exit)\b.*|\S+: error: .*)"
 )
 
 
