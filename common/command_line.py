@@ -8,6 +8,7 @@ import sys
 import types
 import typing
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -44,16 +45,10 @@ GROUPS = {
     "records": "log_every",
     "machine": "pipeline_stages",
 }
-OF_THE_LAUNCHER = [
-    "--config_file",
-    "--machine_rank",
-    "--main_process_ip",
-    "--main_process_port",
-    "--mixed_precision",
-    "--num_machines",
-    "--num_processes",
-]
-
+OF_THE_LAUNCHER = (
+    *("--config_file", "--machine_rank", "--main_process_ip", "--main_process_port", "--mixed_precision"),
+    *("--num_machines", "--num_processes"),
+)
 OF_OLD_LAUNCHERS = "local_rank"
 
 
@@ -137,7 +132,7 @@ def _options(hint: Any, name: str) -> dict[str, Any]:
         return {"choices": typing.get_args(hint)}
     if hint is Path:
         return {"type": _path, "metavar": name.upper()}
-    return {"type": _converter(hint), "metavar": {int: "N", float: "X"}.get(hint, name.upper())}
+    return {"type": partial(_convert, hint), "metavar": {int: "N", float: "X"}.get(hint, name.upper())}
 
 
 def _path(text: str) -> Path:
@@ -146,12 +141,9 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
-def _converter(kind: type) -> Any:
-    def convert(text: str) -> Any:
-        try:
-            return kind(text)
-        except ValueError:
-            expected = {int: "a whole number", float: "a number"}[kind]
-            raise argparse.ArgumentTypeError(f"expected {expected}, got '{text}'") from None
-
-    return convert
+def _convert(kind: type, text: str) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        expected = {int: "a whole number", float: "a number"}[kind]
+        raise argparse.ArgumentTypeError(f"expected {expected}, got '{text}'") from None

@@ -61,8 +61,7 @@ class RunConfig:
     learning_rate: float = flag(1e-3, "peak learning rate", above=0)
     warmup_steps: int = flag(0, "number of optimizer steps in which the learning rate rises to its peak", minimum=0)
     lr_schedule: Schedule = flag(
-        "constant",
-        "learning-rate schedule after warm-up; wsd decays in the last fifth, one_cycle has its own warm-up",
+        "constant", "learning-rate schedule after warm-up; wsd decays in the last fifth, one_cycle has its own warm-up"
     )
     weight_decay: float = flag(0.0, "weight decay of matrices and kernels; not of biases, norms, embeddings", minimum=0)
     max_grad_norm: float = flag(1.0, "clip gradients to this global L2 norm; 0: do not clip", minimum=0)

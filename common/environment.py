@@ -204,15 +204,10 @@ def versions(*packages: str) -> dict[str, str]:
 
 def check_compiler(who: str, variable: str, default: str) -> None:
     """Raises UsageError without this compiler, or without Python's headers. The variable may name another compiler."""
-    compiler = os.environ.get(variable, default)
-    if shutil.which(compiler) is None:
-        raise UsageError(
-            f"{who} compiles on first use and needs a C++ compiler (Debian: apt-get install g++)",
-            f"no {compiler} found",
-        )
-    header = Path(sysconfig.get_path("include")) / "Python.h"
-    if not header.exists():
-        raise UsageError(
-            f"{who} compiles on first use and needs Python's headers (Debian: apt-get install python3-dev)",
-            f"no {header}",
-        )
+    compiler, header = os.environ.get(variable, default), Path(sysconfig.get_path("include")) / "Python.h"
+    for needed, is_there, what_lacks in (
+        ("a C++ compiler (Debian: apt-get install g++)", shutil.which(compiler), f"no {compiler} found"),
+        ("Python's headers (Debian: apt-get install python3-dev)", header.exists(), f"no {header}"),
+    ):
+        if not is_there:
+            raise UsageError(f"{who} compiles on first use and needs {needed}", what_lacks)

@@ -30,9 +30,8 @@ class _Moved(MetaPathFinder, Loader):
         new = f"{__name__}.{MOVED[module.__name__.rpartition('.')[2]]}"
         line = f"{module.__name__} is now {new}; the old name goes with the next release"
         warnings.warn(line, DeprecationWarning, stacklevel=2)
-        vars(module).update(
-            (name, value) for name, value in vars(import_module(new)).items() if not name.startswith("__")
-        )
+        found = vars(import_module(new))
+        vars(module).update({name: found[name] for name in found if not name.startswith("__")})
 
 
 sys.meta_path.append(_Moved())
