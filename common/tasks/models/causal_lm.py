@@ -11,15 +11,9 @@ from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import (
-    AttentionInterface,
-    AutoModelForCausalLM,
-    AutoProcessor,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, AutoProcessor, AutoTokenizer, GenerationConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 from transformers.utils import logging
 
 from ...environment import print_once

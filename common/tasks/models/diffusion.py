@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from ...errors import UsageError
 
 FREQUENCIES = 16  # of the sine and cosine waves that encode a time
+Shape = tuple[int, int, int]  # channels, height, width
 
 
 class Block(nn.Module):
@@ -44,7 +45,7 @@ class DiT(nn.Module):
     `num_classes` stands for any class. Raises UsageError for sizes that do not divide evenly.
 
     Args:
-        image_shape: (channels, height, width)
+        image_shape: of each image.
         num_classes: of the images.
         patch_size: a token is a square with sides of this many pixels.
         width: of a token.
@@ -55,13 +56,7 @@ class DiT(nn.Module):
     _no_split_modules = ["Block"]  # FSDP gathers one Block at a time
 
     def __init__(
-        self,
-        image_shape: tuple[int, int, int],
-        num_classes: int,
-        patch_size: int,
-        width: int,
-        num_layers: int,
-        num_heads: int,
+        self, image_shape: Shape, num_classes: int, patch_size: int, width: int, num_layers: int, num_heads: int
     ):
         super().__init__()
         channels, height, width_in_pixels = image_shape

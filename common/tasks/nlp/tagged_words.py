@@ -161,11 +161,9 @@ def _sentences(place: Place, word_column: str, tag_column: str) -> Iterator[Sent
     if len(names) < 2:
         raise UsageError(f"{place}: expected a word and its tag in a line, found {first.strip()[:40]!r}")
     if not {word_column, tag_column} <= {*names}:
-        said = {name: names[place] for name, place in zip((word_column, tag_column), at) if name not in names}
-        say(
-            f"{place}: "
-            + ", ".join(f"no column is called {name}: column {there} is taken" for name, there in said.items())
-        )
+        taken = [(name, names[column]) for name, column in zip((word_column, tag_column), at) if name not in names]
+        facts = [f"no column is called {name}: column {there} is taken" for name, there in taken]
+        say(f"{place}: {', '.join(facts)}")
     tag, every = cells[at[1]], [line.split(separator)[at[1] :][:1] for line in lines]
     if not has_header and every.count([tag]) == 1 and tag != "O" and not MARK.match(tag):
         flags = f"--word_column {cells[at[0]]} --tag_column {tag}"
