@@ -201,10 +201,8 @@ def evaluate_set(
 def _in_batches(batch_loss: BatchLoss, values: Examples, size: int) -> Examples:
     """The metrics of each `size` samples in a row, and of the rest: only of real samples, the same for each layout."""
     starts = range(0, len(next(iter(values.values()))), size)
-    parts = [
-        batch_loss({name: whole[start : start + size] for name, whole in values.items()}, EVALUATION)
-        for start in starts
-    ]
+    rows = [{name: whole[start : start + size] for name, whole in values.items()} for start in starts]
+    parts = [batch_loss(each, EVALUATION) for each in rows]
     return {name: torch.cat([metrics[name] for metrics in parts]) for name in parts[0]}
 
 

@@ -66,9 +66,7 @@ def differences(identity: dict[str, Any], there: dict[str, Any]) -> list[tuple[s
     moved = ours.keys() & theirs.keys() and other_sample(ours, theirs) is None
     compared = identity.keys() - {"samples", "eval_samples", *(["data"] if moved else [])}
     return [
-        (name, there.get(name), identity[name])
-        for name in identity
-        if name in compared and there.get(name) != identity[name]
+        (name, there.get(name), here) for name, here in identity.items() if name in compared and there.get(name) != here
     ]
 
 

@@ -73,18 +73,16 @@ class Checkpoint:
         engine.load_parts(reader)
         engine.load_state_dict(content["trainer"])
         engine.replicas.agreed = self.state.step
-        accelerator, here = engine.accelerator, describe(engine.plan.layout)
+        accelerator, plan, here = engine.accelerator, engine.plan, describe(engine.plan.layout)
         accelerator.print(f"resumed from {self.path}")
         before, now = content.get("versions", {}).get("accelerate-recipes"), version()
         if before not in (None, now):  # None: a checkpoint from before versions were stored
             accelerator.print(f"the checkpoint was written by accelerate-recipes {before}, this is {now}")
-        if self.state.step > engine.plan.num_steps:
-            accelerator.print(
-                f"it has {self.state.step} steps, this run {engine.plan.num_steps}: nothing is left to train"
-            )
-        if content["schedule"] != curve(engine.plan):
+        if self.state.step > plan.num_steps:
+            accelerator.print(f"it has {self.state.step} steps, this run {plan.num_steps}: nothing is left to train")
+        if content["schedule"] != curve(plan):
             accelerator.print("the learning rate follows a different schedule than in the checkpoint")
-        for name, before, value in other_flags(engine.plan, content):
+        for name, before, value in other_flags(plan, content):
             accelerator.print(f"the checkpoint's run had --{name} {before}, this run has {value}")
         if self.other_evaluation:
             accelerator.print("the evaluation data differ from those of the checkpoint: do not compare their metrics")

@@ -173,10 +173,8 @@ def mixed_precision_policy(precision: str) -> "MixedPrecisionPolicy":
     Accelerate's default is to sum them in 16 bits; then the result depends more on the number of processes."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    if precision == "float32":
-        return MixedPrecisionPolicy()
-    gathered = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32)
+    gathered = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    return MixedPrecisionPolicy(gathered, torch.float32 if gathered else None)
 
 
 def sum_scalars(model: nn.Module, groups: Sequence[Any]) -> None:

@@ -42,9 +42,8 @@ class Grid:
         """All processes. Each must ask for it at the same time."""
         from torch.distributed.device_mesh import init_device_mesh
 
-        return self._patient(
-            init_device_mesh(self.device.type, tuple(self.sizes.values()), mesh_dim_names=tuple(self.sizes))
-        )
+        names, sizes = zip(*self.sizes.items())
+        return self._patient(init_device_mesh(self.device.type, sizes, mesh_dim_names=names))
 
     def _patient(self, mesh: "DeviceMesh") -> "DeviceMesh":
         """The mesh, with the timeout of other groups: NCCL's 10 minutes are over before the watchdog acts."""

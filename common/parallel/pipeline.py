@@ -333,9 +333,7 @@ class PipelineEngine(Engine):
             self._used = now
             found: list[Any] = [None] * self.plan.layout.pp
             dist.all_gather_object(found, now, self.group)
-            self._never_used = {name for each in found for name in each} - {
-                name for each in found for name, is_used in each.items() if is_used
-            }
+            self._never_used = {name for each in found for name in each if not any(one.get(name) for one in found)}
         for name in (name for name, is_used in now.items() if is_used != self._used[name]):
             raise not_used(f"not all passes use {name}, which several stages have")
         for name, weight, holders in self._shared:

@@ -253,12 +253,7 @@ def is_absent(module: nn.Module) -> bool:
 
 
 def _make_absent(
-    name: str,
-    layer: nn.Module,
-    forward: Callable[..., Any],
-    cut: Cut,
-    here: Collection[nn.Module],
-    device: torch.device,
+    name: str, layer: nn.Module, forward: Callable[..., Any], cut: Cut, here: set[nn.Module], device: torch.device
 ) -> None:
     """Makes a layer return other hidden states, without the user's hooks, which belong to the stage that has it. It may
     share modules with layers that are here. Its other modules lose what a pass would set: attributes from the first

@@ -1,6 +1,6 @@
 """A loss that compares the samples of the global batch, in two passes per step: GradCache (Gao et al. 2021)."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -84,16 +84,10 @@ class BatchLoss:
 
 
 @torch.no_grad()
-def first_pass(
-    forward: Callable[[int, Batch], Values], micro_batches: Iterable[Batch], num: int, module: nn.Module
-) -> Values:
-    """The values of all micro-batches, each of shape (micro-batches, micro_batch, ...).
-
-    Args:
-        forward: (number of the micro-batch, micro-batch) -> values of `forward_step`.
-        num: the number of micro-batches.
-        module: its buffers, such as BatchNorm's, are restored, because the second pass changes them again.
-    """
+def first_pass(forward: Callable[[int, Batch], Values], micro_batches: Sequence[Batch], module: nn.Module) -> Values:
+    """The values of all micro-batches, each of shape (micro-batches, micro_batch, ...), by `forward`: (number of the
+    micro-batch, micro-batch) -> values of `forward_step`. The buffers of `module`, such as BatchNorm's, are restored,
+    because the second pass changes them again."""
     kept = [
         (layer, name, buffer, buffer.clone())
         for layer in module.modules()
@@ -102,7 +96,8 @@ def first_pass(
     ]
     rows: Values = {}
     for index, batch in enumerate(micro_batches):
-        put(rows, index, num, forward(index, batch) | ({SAMPLE_WEIGHT: batch["weight"]} if "weight" in batch else {}))
+        weight = {SAMPLE_WEIGHT: batch["weight"]} if "weight" in batch else {}
+        put(rows, index, len(micro_batches), forward(index, batch) | weight)
     for layer, name, buffer, value in kept:
         layer._buffers[name] = buffer.copy_(value)
     return rows

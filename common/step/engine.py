@@ -184,14 +184,12 @@ class Engine:
             self._seed(number, index)
             return self.evaluate(batch, number)
 
-        values = self.share_values(first_pass(forward, micro_batches, len(micro_batches), self.model))
+        values = self.share_values(first_pass(forward, micro_batches, self.model))
         whole = {name: gather(self.accelerator, self.plan.layout, rows) for name, rows in values.items()}
         shares = self.batch_loss.shares(whole, number)
         self.shares = [shares[self.plan.row(index)] for index in range(self.plan.accumulation)]
 
-    def _loss(
-        self, number: int, index: int, batch: Batch, values: dict[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def _loss(self, number: int, index: int, batch: Batch, values: Values) -> tuple[Tensor, Values]:
         """(the sum of weight × loss, 0-dim; the other metrics) of micro-batch `index`, from `forward_step`'s values."""
         if self.shares:
             share = self.shares[index]

@@ -140,10 +140,8 @@ class Watchdog:
         return None
 
     def _describe_hang(self) -> str:
-        with (
-            suppress(OSError),
-            (self.output_dir / f"stacks_{self.group.rank:05d}.txt").open("w", encoding="utf-8") as file,
-        ):
+        path = self.output_dir / f"stacks_{self.group.rank:05d}.txt"
+        with suppress(OSError), path.open("w", encoding="utf-8") as file:
             faulthandler.dump_traceback(file, all_threads=True)
         answers = {self.group.rank: self._position()}
         self._ask(lambda: self._exchange(answers))

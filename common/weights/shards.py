@@ -223,7 +223,5 @@ def read_like(
         shares = [pack.chunk(weight.device_mesh.size(), dim)[index] for pack in reader.tensor(name).chunk(packs, dim)]
         read = torch.cat(shares, dim)
     local = read.to(device, dtype, copy=dtype is not None)  # not a map of the file
-    strides = weight.stride()
-    return DTensor.from_local(
-        local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=strides
-    )
+    mesh, shape, strides = weight.device_mesh, weight.shape, weight.stride()
+    return DTensor.from_local(local, mesh, weight.placements, run_check=False, shape=shape, stride=strides)
