@@ -14,16 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed.nn  # before a process group exists: else its default arguments keep the group forever
-from accelerate import Accelerator
-from accelerate.utils import (
-    DistributedDataParallelKwargs,
-    DistributedType,
-    InitProcessGroupKwargs,
-    LoggerType,
-    ProjectConfiguration,
-    patch_environment,
-    set_seed,
-)
+from accelerate import Accelerator, utils
 
 from ..config import RunConfig
 from ..cpu_group import collective_timeout
@@ -120,10 +111,10 @@ def _join(environment: Environment, config: RunConfig) -> ObservedAccelerator:
                 layout,
                 mixed_precision="no" if rehearses_fp16 else None,  # None: as the config file says
                 log_with=trackers,
-                project_config=ProjectConfiguration(logging_dir=f"{config.output_dir}/tensorboard"),
+                project_config=utils.ProjectConfiguration(logging_dir=f"{config.output_dir}/tensorboard"),
                 kwargs_handlers=[
-                    DistributedDataParallelKwargs(gradient_as_bucket_view=True),
-                    InitProcessGroupKwargs(timeout=timeout),
+                    utils.DistributedDataParallelKwargs(gradient_as_bucket_view=True),
+                    utils.InitProcessGroupKwargs(timeout=timeout),
                 ],
             )
     except (ValueError, ImportError, NotImplementedError) as error:
@@ -136,7 +127,7 @@ def _join(environment: Environment, config: RunConfig) -> ObservedAccelerator:
     # micro-batch allow it; they bypass the layers that gather weights (ZeRO-3), and do not take divided weights.
     torch.backends.mha.set_fastpath_enabled(False)
     main_strategy(layout).after_start()
-    set_seed(config.seed)  # the same in every process, so that each builds the same model
+    utils.set_seed(config.seed)  # the same in every process, so that each builds the same model
     accelerator.print(_banner(layout, config, rehearses) + "\n", end="")  # one write: another process may write too
     return accelerator
 
@@ -144,9 +135,9 @@ def _join(environment: Environment, config: RunConfig) -> ObservedAccelerator:
 def mesh_of_accelerate(layout: Layout) -> AbstractContextManager[None]:
     """Hides meshes of the config file from Accelerate in the `with` block, and FSDP2 that joins another strategy."""
     variables = {"ACCELERATE_USE_PARALLELISM_CONFIG": "false"}
-    if main_strategy(layout).distributed_type is not DistributedType.FSDP:
+    if main_strategy(layout).distributed_type is not utils.DistributedType.FSDP:
         variables["ACCELERATE_USE_FSDP"] = "false"
-    return patch_environment(**variables)
+    return utils.patch_environment(**variables)
 
 
 def _join_after_restart(layout: Layout, timeout: timedelta) -> None:
@@ -160,7 +151,7 @@ def _join_after_restart(layout: Layout, timeout: timedelta) -> None:
 
 
 def _trackers(config: RunConfig) -> list[str]:
-    known = [name for name in LoggerType.list() if name != "all"]
+    known = [name for name in utils.LoggerType.list() if name != "all"]
     names = [name.strip() for name in config.report_to.split(",") if name.strip()]
     for name in names:
         if name not in known:

@@ -22,17 +22,8 @@ from ..plan import Plan
 from ..step.engine import Engine
 from ..step.setup import Setup, compile_if_asked, float32_outputs, say_what_is_cast
 from ..weights.shards import is_divided
+from . import sharding
 from .grid import Grid, Part
-from .sharding import (
-    BY_CLASSES,
-    classes_in_the_file,
-    ends_of,
-    gathers_again,
-    named_classes,
-    offloads,
-    sharded_layers,
-    without_effect,
-)
 from .strategy import Division, Strategy
 
 if TYPE_CHECKING:
@@ -51,14 +42,14 @@ def check_version(layout: Layout, config: RunConfig) -> None:
             [Edit("fsdp_version", 2, "fsdp_config")],
             "or accelerate to-fsdp2 --config_file FILE --output_file fsdp2.yaml",
         )
-    if offloads(layout) and layout.device == "cpu":
+    if sharding.offloads(layout) and layout.device == "cpu":
         raise UsageError("fsdp_offload_params: true in the config file needs a GPU", "use false there to rehearse")
 
 
 def check_weights(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
     """Refuses a weight that FSDP2 would hold in a different kind of memory from the others."""
     scalar = next((name for name, weight in model.named_parameters() if weight.ndim == 0), None)
-    if scalar is not None and offloads(plan.layout):
+    if scalar is not None and sharding.offloads(plan.layout):
         raise UsageError(
             f"{scalar} has no dimension that FSDP2 could shard, and stays whole, which does not work with "
             "fsdp_offload_params",
@@ -69,7 +60,7 @@ def check_weights(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
 def check_layers(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
     """Refuses a class of layers that the config file names, but the model does not have."""
     present = {type(module).__name__ for module in model.modules()}
-    if missing := [name for name in classes_in_the_file(plan.layout) if name not in present]:
+    if missing := [name for name in sharding.classes_in_the_file(plan.layout) if name not in present]:
         raise UsageError(
             f"fsdp_transformer_layer_cls_to_wrap names {missing[0]}, but the model's layers are "
             f"{', '.join(sorted(present))}",
@@ -116,12 +107,12 @@ class Fsdp2(Strategy):
         options: dict[str, Any] = {
             "mesh": grid.shards,
             "mp_policy": mixed_precision_policy(layout.precision),
-            "offload_policy": CPUOffloadPolicy() if offloads(layout) else OffloadPolicy(),
-            "reshard_after_forward": None if gathers_again(layout) else False,
+            "offload_policy": CPUOffloadPolicy() if sharding.offloads(layout) else OffloadPolicy(),
+            "reshard_after_forward": None if sharding.gathers_again(layout) else False,
             "ignored_params": others,
         }
-        layers = sharded_layers(model, layout)
-        embedding, head = ends_of(model, layers) if part.root is model else ([], [])  # a stage has one of them
+        layers = sharding.sharded_layers(model, layout)
+        embedding, head = sharding.ends_of(model, layers) if part.root is model else ([], [])  # a stage has one of them
         for modules in filter(None, [*([layer] for layer in layers), embedding]):
             fully_shard(modules, **options)
         if head:  # the backward pass begins with it, before it would be gathered again
@@ -139,7 +130,7 @@ class Fsdp2(Strategy):
 
     def wrap(self, setup: Setup, division: Division) -> Engine:
         accelerator, model, plan = setup.accelerator, setup.model, setup.plan
-        layers = sharded_layers(model, plan.layout)
+        layers = sharding.sharded_layers(model, plan.layout)
         _say_what_is_gathered_at_once(setup, layers)
         if plan.layout.precision != "float32":
             say_what_is_cast(accelerator, model, self.name)
@@ -196,10 +187,12 @@ def _say_what_is_gathered_at_once(setup: Setup, layers: Sequence[nn.Module]) -> 
     """Prints a line if FSDP gathers layers with the rest of the model, or all of it, or ignores a key of the file."""
     accelerator, model, layout = setup.accelerator, setup.model, setup.plan.layout
     settings = layout.environment.settings
-    for key in without_effect(settings.get("FSDP_AUTO_WRAP_POLICY"), settings.get("FSDP_MIN_NUM_PARAMS")):
-        accelerator.print(f"{key} has no effect: {BY_CLASSES}")
+    for key in sharding.without_effect(settings.get("FSDP_AUTO_WRAP_POLICY"), settings.get("FSDP_MIN_NUM_PARAMS")):
+        accelerator.print(f"{key} has no effect: {sharding.BY_CLASSES}")
     kept = {type(layer).__name__ for layer in layers}
-    if left := sorted({type(module).__name__ for module in model.modules()} & (named_classes(model, layout) - kept)):
+    if left := sorted(
+        {type(module).__name__ for module in model.modules()} & (sharding.named_classes(model, layout) - kept)
+    ):
         accelerator.print(
             f"a {left[0]} shares a weight with a module outside it: FSDP gathers each {', '.join(left)} with the rest "
             "of the model at once, which saves less memory"
