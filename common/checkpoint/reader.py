@@ -40,7 +40,6 @@ class Reader:
             _check(self.content)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise DamagedError(f"{MANIFEST} does not belong to a checkpoint ({first_line(error)})") from None
-        _check_state(self.content)
         self.tensors: dict[str, dict[str, Any]] = self.content["tensors"]
         self._files: dict[tuple[str, bool], Any] = {}
 
@@ -116,7 +115,8 @@ class Reader:
 
 
 def _check(content: dict[str, Any]) -> None:
-    """Raises one of many errors unless a manifest names files in its folder whose parts cover each tensor."""
+    """Raises one of many errors unless a manifest names files in its folder whose parts cover each tensor, and holds
+    everything that a run needs to continue."""
     files, tensors = content["files"], content["tensors"]
     if not files or not tensors:
         raise ValueError("it names no files")
@@ -130,20 +130,15 @@ def _check(content: dict[str, Any]) -> None:
             if part["file"] not in files or not len(part["offsets"]) == len(part["sizes"]) == len(tensor["shape"]):
                 raise ValueError(f"a part of {name} is missing from its files")
         check_coverage(name, tensor)
-
-
-def _check_state(content: dict[str, Any]) -> None:
-    """Raises DamagedError unless a manifest holds everything that a run needs to continue."""
     kinds = {"state": dict, "identity": dict, "unrecorded": dict, "trainer": dict, "own_flags": dict, "schedule": str}
     for name, kind in kinds.items():
         if not isinstance(content.get(name), kind):
-            raise DamagedError(f"{MANIFEST} has no {name}")
+            raise TypeError(f"it has no {name}")
     state, unrecorded = content["state"], content["unrecorded"]
     numbers = [state.get("step"), state.get("num_skipped"), unrecorded.get("num_taken")]
-    if any(not isinstance(number, int) or number < 0 for number in numbers):
-        raise DamagedError(f"{MANIFEST} has no number of steps")
-    if not isinstance(unrecorded.get("sums"), dict) or not state.keys() <= asdict(TrainState()).keys():
-        raise DamagedError(f"{MANIFEST} has no state of a run")
+    is_known = isinstance(unrecorded.get("sums"), dict) and state.keys() <= asdict(TrainState()).keys()
+    if not is_known or any(not isinstance(number, int) or number < 0 for number in numbers):
+        raise ValueError("it has no state of a run, or no number of steps")
 
 
 def _damage_or_failure(path: Path, error: OSError) -> DamagedError | RunError:
