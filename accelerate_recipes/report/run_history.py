@@ -194,7 +194,7 @@ def _check(folder: Path) -> None:
         if (folder.parent / RECORDS).is_file():
             raise UsageError(f"{folder} is not a folder: use {folder.parent}")
         raise UsageError(f"{folder}: no such folder; use the --output_dir of a run, such as outputs/mnist")
-    if error := _read_card(folder).get("error"):
+    if error := read_card(folder).get("error"):
         raise UsageError(f"{folder} has no {RECORDS}, its run failed before the first step ({error}): use another run")
     inside = sorted(path.parent for path in folder.glob(f"*/{RECORDS}"))
     advice = " ".join(map(str, inside[:5])) if inside else "the --output_dir of a run, such as outputs/mnist"
@@ -212,12 +212,7 @@ def _read(folder: Path, name: str) -> Run:
     if lines and records[-1] is None and not content.endswith(b"\n"):
         records.pop()  # the run is writing this line
     valid = sorted((record for record in records if record is not None), key=lambda record: record["step"])
-    return Run(name, folder, _read_card(folder), valid, len(records) - len(valid), changed)
-
-
-def _read_card(folder: Path) -> dict[str, Any]:
-    # Halves of characters, which JSON may hold, cannot be written to a page or a terminal.
-    return json.loads(json.dumps(read_card(folder), ensure_ascii=False).encode(errors="replace"))
+    return Run(name, folder, read_card(folder), valid, len(records) - len(valid), changed)
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
