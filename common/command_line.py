@@ -84,8 +84,13 @@ class _Parser(argparse.ArgumentParser):
                 off = f"--no_{action.dest} turns it off"
                 self.error(f"{name} takes no value, got '{value if equals else following}': leave the value out; {off}")
         values, unknown = self.parse_known_args(words)
-        if unknown:
-            self._refuse(unknown[0])
+        for word in unknown:
+            name = word.partition("=")[0]
+            if name in OF_THE_LAUNCHER:
+                self.error(f"{name} belongs before the script: accelerate launch {name} ... {self.prog}")
+            flags = [option for option in self._option_string_actions if option.startswith("--") and option != name]
+            close = difflib.get_close_matches(name, flags, n=1)
+            self.error(f"{word}: no such flag; {f'did you mean {close[0]}?' if close else '--help lists them'}")
         if getattr(values, "help", False):
             # Every process gets the same command line; one of them prints.
             if rank() == 0:
@@ -108,16 +113,6 @@ class _Parser(argparse.ArgumentParser):
             f"--{OF_OLD_LAUNCHERS}={given} comes from an old launcher, but {is_set}: start with accelerate launch or "
             "torchrun, and leave it out"
         )
-
-    def _refuse(self, word: str) -> typing.NoReturn:
-        """Raises UsageError for a word that is not a flag."""
-        name = word.partition("=")[0]
-        flags = [option for option in self._option_string_actions if option.startswith("--") and option != name]
-        if name in OF_THE_LAUNCHER:
-            self.error(f"{name} belongs before the script: accelerate launch {name} ... {self.prog}")
-        close = difflib.get_close_matches(name, flags, n=1)
-        advice = f"did you mean {close[0]}?" if close else "--help lists them"
-        self.error(f"{word}: no such flag; {advice}")
 
     def error(self, message: str) -> typing.NoReturn:
         raise UsageError(message.removeprefix("argument "))

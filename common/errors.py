@@ -146,9 +146,8 @@ LOST_PEER = re.compile("Connection (reset|closed) by peer|Broken pipe|remote pro
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device has too little memory, for one of torch's allocators or for another library."""
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and bool(OUT_OF_MEMORY.search(str(error)))
-    )
+    is_named = isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error)) is not None
+    return is_named or isinstance(error, MemoryError)
 
 
 def needs_no_traceback(error: BaseException) -> bool:

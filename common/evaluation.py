@@ -21,7 +21,7 @@ from .errors import RunError, StoppedError, UsageError
 from .files import for_json
 from .parallel.strategies import check_trainable, prepare
 from .records.recorder import Recorder
-from .seeds import EVALUATION, SUMMARY, seed_forward
+from .seeds import CPU, EVALUATION, SUMMARY, seed_forward
 from .state import TrainState
 from .step.batch_loss import SAMPLE_WEIGHT, BatchLoss, gather, put, widened
 from .step.engine import Engine, evaluating
@@ -50,11 +50,9 @@ class Evaluation:
         parts = [f"{len(part):,} for evaluation{f' ({name})' if name else ''}" for name, part in eval_sets.items()]
         say(f"{engine.plan.num_samples:,} training samples, {', '.join(parts)}")
         self.engine, self.options, self.state = engine, engine.setup.options, state
-        num_workers, device = engine.plan.config.num_workers, engine.accelerator.device
+        device = CPU if engine.plan.config.num_workers else engine.accelerator.device  # a worker reads on the CPU
         # Moved once, not in each evaluation.
-        self.eval_sets = {
-            name: eval_set if num_workers else resident(eval_set, device) for name, eval_set in eval_sets.items()
-        }
+        self.eval_sets = {name: resident(eval_set, device) for name, eval_set in eval_sets.items()}
         self.watch = watch
         self.metrics: Metrics = {}
         name = engine.plan.config.metric_for_best_model
