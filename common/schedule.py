@@ -15,13 +15,11 @@ START_FACTOR, END_FACTOR = 1 / 25, 1 / 25e4  # one_cycle: first and last rate, a
 def learning_rate_factor(schedule: Schedule, step: int, num_steps: int, warmup_steps: int) -> float:
     """The share of the peak learning rate that optimizer step `step` uses.
 
-    Warm-up rises linearly and reaches the peak at step `warmup_steps`. `linear` and `cosine` then
-    fall to zero at step `num_steps`. The last step is `num_steps - 1`, so no step has a rate of
-    zero. `wsd` (warm-up, stable, decay: Hu et al. 2024, MiniCPM) stays at the peak and falls
-    linearly over the last fifth of the run. `one_cycle` (Smith and Topin 2017; torch's OneCycleLR
-    without the momentum cycle) rises along a cosine from 1/25 of the peak. The rise takes
-    `warmup_steps`, or 30 % of the run if `warmup_steps` is 0. The rate then falls along a cosine to
-    nearly zero.
+    Warm-up rises linearly and reaches the peak at step `warmup_steps`. `linear` and `cosine` then fall to zero at step
+    `num_steps`. The last step is `num_steps - 1`, so no step has a rate of zero. `wsd` (warm-up, stable, decay: Hu et
+    al. 2024, MiniCPM) stays at the peak and falls linearly over the last fifth of the run. `one_cycle` (Smith and Topin
+    2017; torch's OneCycleLR without the momentum cycle) rises along a cosine from 1/25 of the peak. The rise takes
+    `warmup_steps`, or 30 % of the run if `warmup_steps` is 0. The rate then falls along a cosine to nearly zero.
 
     Args:
         schedule: one of `SCHEDULES`.

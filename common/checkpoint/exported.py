@@ -149,15 +149,9 @@ def _write_small_files(
 def write_weights(
     weights: Iterable[tuple[str, Tensor]], folder: Path, dtype: torch.dtype | None, adapter: Any = None
 ) -> str:
-    """Writes weights as transformers does, in the memory of one file and one tensor, and returns a digest of them.
-    Raises SafetensorError if the files cannot be written, ValueError for a type that they cannot hold.
-
-    Args:
-        weights: (name, tensor) of each.
-        folder: for the files.
-        dtype: of the floating-point ones; None: each keeps its own.
-        adapter: writes PEFT's file instead.
-    """
+    """Writes (name, tensor) of each weight as transformers does, in the memory of one file and one tensor, and returns
+    a digest of them. Raises SafetensorError if the files cannot be written, ValueError for a type that they cannot
+    hold. `dtype`: of the floating-point ones; None: each keeps its own. `adapter`: writes PEFT's file instead."""
     held, sizes, digest = dict[str, Tensor](), [0], 0
     files: list[list[str]] = []  # the names in each file
     for name, whole in weights:

@@ -33,14 +33,9 @@ class WriteError(Exception):
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: dict[str, str] | None = None) -> None:
-    """Writes tensors to a safetensors file, without flushing it. Raises SafetensorError if it cannot be written,
-    ValueError for a type that it cannot hold.
-
-    Args:
-        path: of the file.
-        tensors: contiguous and on the CPU; they may share memory.
-        facts: the file's "__metadata__".
-    """
+    """Writes tensors, contiguous and on the CPU, to a safetensors file, without flushing it; they may share memory.
+    `facts`: the file's "__metadata__". Raises SafetensorError if it cannot be written, ValueError for a type that it
+    cannot hold."""
     storages: set[int] = set()
     apart: dict[str, Tensor] = {}  # `save_file` refuses tensors that share memory, such as tied weights
     for name, tensor in tensors.items():

@@ -24,15 +24,10 @@ OwnShards = list[tuple[Shard, Tensor]]
 
 
 def collect_shards(held: Sequence[Shard], rank: int, buffers: dict[str, Tensor] | None = None) -> OwnShards:
-    """The shards that this process writes, with their tensors on the CPU. Exactly one of the processes that hold a
-    shard writes it; all know which one, without asking the others.
-
-    Args:
-        held: this process's shards.
-        rank: of this process.
-        buffers: {name: tensor} for copies, kept for the next save; missing buffers are added. Without it,
-            the result may share memory with the weights: they must not change until it is written.
-    """
+    """Of the shards that this process holds, those that it writes, with their tensors on the CPU. Exactly one of the
+    processes that hold a shard writes it; all know which one, without asking the others. `buffers`: {name: tensor} for
+    copies, kept for the next save; missing buffers are added. Without it, the result may share memory with the weights:
+    they must not change until it is written."""
     mine, own = assign(held, rank), []
     for shard in held:
         tensor = shard.get()
@@ -60,17 +55,10 @@ def assign(held: Sequence[Shard], rank: int) -> set[str]:
 
 
 def write(folder: Path, shards: OwnShards, content: dict[str, Any], group: CpuGroup) -> None:
-    """Writes a folder with the shards of all processes.
-
-    The folder gets its name only when everything is on the disk. Raises WriteError if a file could not be written; then
-    an earlier checkpoint is unchanged.
-
-    Args:
-        folder: folder to create, and its parent if it is missing.
-        shards: those that this process writes, from `collect_shards`.
-        content: the first process's JSON for the manifest; `Reader.content` returns it.
-        group: all processes; they share the file system.
-    """
+    """Writes a folder, and its parent if it is missing, with the shards of all processes, which share the file system:
+    each those from its `collect_shards`. The folder gets its name only when everything is on the disk. Raises
+    WriteError if a file could not be written; then an earlier checkpoint is unchanged. `content`: the first process's
+    JSON for the manifest; `Reader.content` returns it."""
     # A different name for each: a network file system may return an earlier folder of the same name.
     aside, is_first = folder.with_name(f"{UNFINISHED}{folder.name}"), group.rank == 0
     file = aside / f"shard_{group.rank:05d}.safetensors"

@@ -112,13 +112,8 @@ def first_elements(tensor: Tensor) -> Tensor:
 def materialize(
     module: nn.Module, device: torch.device | str = "cpu", origins: dict[str, Origin] | None = None
 ) -> None:
-    """Reads the weights that are still on disk: of each, the part that this process holds.
-
-    Args:
-        module: its parameters stay the same objects.
-        device: for the weights.
-        origins: from `on_disk`, before the weights were divided.
-    """
+    """Reads the weights that are still on disk onto a device: of each, the part that this process holds. The parameters
+    of the module stay the same objects. `origins`: from `on_disk`, before the weights were divided."""
     origins = on_disk(module) if origins is None else origins
     for name, weight in module.state_dict(keep_vars=True).items():
         if weight.is_meta:  # not a tied weight that has been read under another name

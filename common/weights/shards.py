@@ -109,14 +109,9 @@ def norm_over_processes(tensors: list[Tensor]) -> Tensor:
 
 
 def shards_of(name: str, tensor: Tensor, everybody: Sequence[int], of_first: bool = False) -> Iterator[Shard]:
-    """This process's shard of a tensor, whole or divided; nothing if it is empty.
-
-    Args:
-        name: of the tensor.
-        tensor: whole or sharded.
-        everybody: ranks of the processes that hold the tensor, or shards of it.
-        of_first: the shard may differ between processes that hold it; the first of them writes it.
-    """
+    """This process's shard of a tensor, whole or divided; nothing if it is empty. `everybody`: ranks of the processes
+    that hold the tensor, or shards of it; `of_first`: a shard may differ between processes that hold it, and the first
+    of them writes it."""
     if packs_of(tensor) > 1:
         yield Shard.gathered(name, tuple(tensor.shape), lambda: whole(tensor), everybody)
         return
@@ -175,15 +170,9 @@ def shard_range(
 def holders(
     ranks: Tensor, cuts: Sequence[int | None], coordinate: Sequence[int], num_processes: int
 ) -> tuple[int, ...]:
-    """Ranks of the processes that hold the same shard as that at a coordinate of a mesh, in increasing order.
-
-    Args:
-        ranks: of the mesh, int, of its shape.
-        cuts: as in `_place`.
-        coordinate: in the mesh.
-        num_processes: of the run. If the mesh has fewer, the tensor is repeated by tensor parallelism, whose
-            processes have consecutive ranks.
-    """
+    """Ranks of the processes that hold the same shard as that at a coordinate of a mesh, in increasing order. `ranks`:
+    of the mesh, int, of its shape; `cuts`: as in `_place`; `num_processes`: of the run. If the mesh has fewer, the
+    tensor is repeated by tensor parallelism, whose processes have consecutive ranks."""
     same = ranks[tuple(slice(None) if along is None else index for along, index in zip(cuts, coordinate))]
     repeats = num_processes // ranks.numel()
     return tuple(sorted(rank - rank % repeats + other for rank in same.flatten().tolist() for other in range(repeats)))
@@ -196,15 +185,8 @@ def read_like(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Reads this process's shard of a saved tensor, divided as `weight` is. A tensor of another shape is read whole.
-
-    Args:
-        weight: that the shard belongs to, or whose state it is.
-        reader: of the saved tensor.
-        name: of the saved tensor.
-        device: if not that of `weight`.
-        dtype: if not the saved one.
-    """
+    """Reads this process's shard of a saved tensor, divided as the weight to which it belongs, or whose state it is. A
+    tensor of another shape is read whole. `device`: if not the weight's; `dtype`: if not the saved one."""
     shape, device = tuple(reader.tensors[name]["shape"]), device or weight.device
     if shape != tuple(weight.shape):
         return reader.tensor(name).to(device)
