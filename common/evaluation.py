@@ -206,12 +206,7 @@ def _in_batches(batch_loss: BatchLoss, values: Examples, size: int) -> Examples:
 
 def write_predictions(path: Path, examples: dict[str, Tensor]) -> None:
     """Writes one JSON object per sample, in the order of the set; null stands for a number that is not finite.
-    Replaces the file of an earlier evaluation.
-
-    Args:
-        path: the file.
-        examples: {name: values of each sample, of shape (samples, ...)}.
-    """
+    Replaces the file of an earlier evaluation. `examples`: {name: values of each sample, of shape (samples, ...)}."""
     columns = {name: values.tolist() for name, values in examples.items()}
     part = path.with_name(f"{path.name}.part")
     with part.open("w", encoding="utf-8") as file:

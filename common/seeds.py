@@ -19,13 +19,8 @@ CPU = torch.device("cpu")
 
 
 def seed_sample(seed: int, epoch: int, sample: int) -> None:
-    """Seeds the generators of Python, NumPy and torch on the CPU before a dataset makes a sample.
-
-    Args:
-        seed: `--seed`.
-        epoch: of the training set, from 0; or EVALUATION.
-        sample: its id.
-    """
+    """Seeds the generators of Python, NumPy and torch on the CPU before a dataset makes a sample. `seed`: `--seed`;
+    `epoch`: of the training set, from 0; or EVALUATION; `sample`: its id."""
     _seed(seed, epoch, sample, CPU)
 
 

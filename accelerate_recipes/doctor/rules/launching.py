@@ -146,9 +146,8 @@ def port(config: Config) -> Iterator[Finding]:
     """A port that is not a number, or port 0 on several machines: each would choose a different one."""
     value = config.values.get("main_process_port")
     if value is not None and not str(value).isdecimal():
-        yield Finding(
-            f"main_process_port is {value}", "the launcher needs a whole number", by_hand("main_process_port", value)
-        )
+        cure = by_hand("main_process_port", value)
+        yield Finding(f"main_process_port is {value}", "the launcher needs a whole number", cure)
     if config.num_machines > 1 and value == 0:
         yield Finding(
             f"main_process_port is 0, with num_machines: {config.num_machines}",
