@@ -122,7 +122,7 @@ def load_teacher(path: str, config: Config, tokenizer: Any, accelerator: Acceler
 
 def build(config: Config) -> tuple[nn.Module, Any]:
     """Returns (model that returns logits, tokenizer). Raises UsageError for flags or a path that cannot be used."""
-    if config.teacher is None and (config.data != "rules" or config.model_name_or_path):
+    if not config.teacher and (config.data != "rules" or config.model_name_or_path):
         raise UsageError("--teacher is missing: use the path or Hub id of a chat model with the same tokenizer")
     if config.loss_chunk:
         raise UsageError("--loss_chunk does not work here: a teacher is compared at all tokens at once: leave it out")

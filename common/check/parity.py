@@ -65,7 +65,6 @@ class ParityCheck:
         self._rehearsal: Rehearsal | None = None  # the same
         self._rehearsed: list[int] = []  # numbers of the steps that it holds
         self._error: str | None = None  # of one process
-        self._rounding: dict[str, Sketch] = {}  # what wrapping did to weights before the first step
         self._block_sizes: dict[int, dict[PlaceInRow, tuple[int, ...]]] = {}  # of each step
         self._seconds = 0.0  # that the check took
         is_cut = self.plan.micro_batch_size < config.batch_size
@@ -198,10 +197,6 @@ class ParityCheck:
     def _check_step(self, number: int, micro_batches: Sequence[Batch]) -> StepResult:
         """Takes a step, and compares it with that of one process."""
         engine, is_first, sizes = self.engine, number == self.first, self._block_sizes.get(number)
-        if is_first and engine.rounds_weights:
-            initial = {} if self._reference is None else self._reference.initial
-            weights = engine.each_whole()
-            self._rounding = {name: Sketch.of(each) - initial[name] for name, each in weights if name in initial}
         modules = None if self.plan.config.compile or sizes is None else ModuleTrace(block_sizes=sizes)
         with gradients_of(engine._own_optimizer, lambda: engine.saved_tensors().items()) as gradients:
             evaluates = is_first and not self._first_pass.moves
@@ -266,7 +261,6 @@ class ParityCheck:
         for name, weight in self.engine.each_whole():
             if reference is not None and name not in self._first_pass.written:
                 here = Sketch.of(weight)
-                here = here - self._rounding[name] if name in self._rounding else here
                 gaps["weight", name] = weight_gap(name, here, after[name], before[name])
                 updates[name] = (after[name] - before[name]).norm
         return gaps, updates

@@ -22,6 +22,7 @@ from ..data.batches import batches
 from ..data.sets import Batch, as_numbered_step
 from ..environment import num_cores
 from ..errors import UsageError, is_out_of_memory
+from ..parallel.strategies import main_strategy
 from ..seeds import restore_generators
 from ..step.engine import Engine
 from ..step.optimizer import choose_fused_kernels
@@ -48,6 +49,12 @@ class ReferenceRun:
     is_low: bool = False  # whether a layer computed with fewer bits than float32; set by the first steps
     changes: Changes | None = None  # what the first steps changed in the recipe's objects
     seconds: float = math.inf  # that the fastest step took
+
+    @property
+    def rounds_weights(self) -> bool:
+        """Whether the run begins with bf16 weights: then updates below their spacing have no effect at first."""
+        layout = self.setup.plan.layout
+        return layout.precision == "bf16" and main_strategy(layout).rounds_weights and not self.checkpoint.state.step
 
     def steps(
         self,
@@ -80,6 +87,9 @@ class ReferenceRun:
             self.checkpoint.load_optimizer(model, optimizer)
             if change is not None:
                 change(model)
+            with torch.no_grad():
+                for tensor in (*model.parameters(), *model.buffers()) if self.rounds_weights else ():
+                    tensor.copy_(_round(tensor))
             if device.type == "cpu":  # as the run does; torch's loop over the weights takes several times as long
                 choose_fused_kernels(setup.accelerator, optimizer)
             if plan.layout.precision != "float32":  # as Accelerate does without sharding
@@ -169,9 +179,15 @@ def _threads_of_all(model: nn.Module, num_processes: int) -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def sketches(module: nn.Module) -> dict[str, Sketch]:
-    """{name: parameter or buffer that checkpoints hold}"""
-    return {name: Sketch.of(tensor) for name, tensor in checkpoint_tensors(module).items()}
+def sketches(module: nn.Module, rounds: bool = False) -> dict[str, Sketch]:
+    """{name: parameter or buffer that checkpoints hold}, perhaps rounded to bfloat16"""
+    return {
+        name: Sketch.of(_round(tensor) if rounds else tensor) for name, tensor in checkpoint_tensors(module).items()
+    }
+
+
+def _round(tensor: Tensor) -> Tensor:
+    return tensor.bfloat16() if tensor.is_floating_point() else tensor
 
 
 # To measure the noise floor, the weights are perturbed by this number of rounding errors (ulp). Under Adam, a few
@@ -194,7 +210,7 @@ class Perturbed:
 
         def change(model: nn.Module) -> None:
             perturb(model, roundings, run.is_low)
-            start.update(sketches(model))
+            start.update(sketches(model, run.rounds_weights))
 
         return cls(run.steps(numbers, None, change, first=first), start)
 
@@ -232,7 +248,7 @@ def take_reference(run: ReferenceRun, numbers: range, first_pass: FirstPass) -> 
     _check_possible(setup, num_bytes, is_resumed=numbers[0] > 0)
     try:
         with with_full_weights(setup.model):
-            initial = sketches(setup.model)
+            initial = sketches(setup.model, run.rounds_weights)
             steps = run.steps(numbers, first_pass)
             is_bf16 = setup.plan.layout.precision == "bf16"
             has_layers = any(module for _, (module, _, _) in steps[numbers[0]].modules.forward)

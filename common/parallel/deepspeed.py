@@ -150,6 +150,7 @@ def check_section(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
 class DeepSpeed(Strategy):
     name = "DeepSpeed"
     distributed_type = DistributedType.DEEPSPEED
+    rounds_weights = True
     needs_all_weights = True  # it applies weight decay to one that no pass used
     takes_means = True
     takes_fp16 = False

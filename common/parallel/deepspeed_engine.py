@@ -47,7 +47,6 @@ class DeepSpeedEngine(Engine):
     def __init__(self, setup: Setup, model: Any, optimizer: Any):
         super().__init__(setup, model, optimizer)
         self._divides = True  # at stage 1 and 2, what the optimizer gets
-        self.rounds_weights = self.plan.layout.precision != "float32"  # in bf16, from the start
         self._looks = False  # at the gradients of this step, and at what the optimizer computes
         self._not_by_element: set[str] | None = None  # functions in the optimizer's first step
         self._unwatched_step = self._own_optimizer.step

@@ -34,6 +34,7 @@ class Strategy:
     distributed_type: ClassVar[DistributedType | None] = None  # of Accelerate, if it has one for this strategy
     needs_all_weights: ClassVar[bool] = False  # whether each forward pass must use all weights
     takes_means: ClassVar[bool] = False  # whether the model's wrapper averages gradients instead of summing them
+    rounds_weights: ClassVar[bool] = False  # whether the weights begin with the bits of the config's precision
     takes_fp16: ClassVar[bool] = True  # whether it knows the loss scaling of fp16
     of_weights: ClassVar[bool] = True  # whether it divides weights, and not only what a pass computes
     # They raise UsageError for a launch that cannot work, and for a model or optimizer that this strategy cannot train

@@ -51,7 +51,6 @@ class Engine:
     """Takes optimizer steps with the model and optimizer that a strategy has wrapped, and gives checkpoints and exports
     their state. DeepSpeed updates the weights by itself; a pipeline takes the passes of a step in a different order."""
 
-    rounds_weights = False  # whether the first step's weights differ from the model's, because they were rounded
     row: int | None = None  # of the micro-batch whose forward pass began last, among those of all processes
 
     def __init__(

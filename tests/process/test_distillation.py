@@ -170,3 +170,8 @@ def test_a_teacher_with_other_tokens(tmp_path: Path, folder: Path) -> None:
 def test_rules(tmp_path: Path) -> None:
     run = fork(tmp_path / "run", "ddp", SCRIPT)
     assert run.column("eval/agreement")[-1] > 0.95
+
+
+def test_small_updates_of_bf16_weights(tmp_path: Path) -> None:
+    """DeepSpeed's weights begin with the bits of bf16, so that the first small updates have no effect on a pass."""
+    fork(tmp_path / "run", "deepspeed_zero2_bf16", SCRIPT, "--max_steps 3")

@@ -73,7 +73,7 @@ DRAWN: dict[tuple[str, str], str | None] = {
     ("model empty_weight", "fsdp2"): "FSDP2 cannot train this: RuntimeError: _chunk_cat expects",
     ("model empty_weight", "deepspeed_zero2"): None,
     ("model complex_weight", "fsdp2"): None,
-    ("model complex_weight", "fsdp2_bf16"): "FSDP2 cannot train this: RuntimeError",
+    ("model complex_weight", "fsdp2_bf16"): "extra.weight is complex, which FSDP2 would cast in 16 bits",
     ("model complex_weight", "deepspeed_zero3"): "extra.weight is complex64, which DeepSpeed would cast",
     ("model mixed_types", "fsdp2"): None,
     ("model mixed_types", "fsdp2_bf16"): "FSDP2 cannot train this: RuntimeError: mat1 and mat2",

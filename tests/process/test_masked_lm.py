@@ -90,6 +90,12 @@ def test_losses_are_those_of_transformers_and_the_export_has_them(tmp_path: Path
     assert answer.stdout.splitlines()[0] == f"{best['token_str']}: {best['score']:.4f}"
     line = refused(fork(run.output_dir, "single", SCRIPT, "--predict 'the .'", succeeds=False))
     assert line == "error: --predict the .: expected a text with one [MASK], the word to fill in"
+    asked = f"--predict 'what did eve eat' --context {Path(__file__)}"
+    other = fork(run.output_dir, "single", "recipes/question_answering.py", asked, succeeds=False)
+    assert f"the model in {run.output_dir}/model cannot be used (it is BertForMaskedLM): use the" in refused(other)
+    (run.output_dir / "model" / "model.safetensors").write_bytes(b"damaged")
+    line = refused(fork(run.output_dir, "single", SCRIPT, "--predict 'the [MASK] .'", succeeds=False))
+    assert line.endswith("use the --output_dir of a finished run of this recipe")
 
 
 def test_words_are_masked_whole(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from accelerate_recipes.common.data import pad_to_longest
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.tasks.chat.chat_models import small_chat_model, with_chat_template
 from accelerate_recipes.common.tasks.chat.chats import ChatDataset, Chats, by_rules, encode, load_chats, pack
-from accelerate_recipes.common.tasks.chat.conversations import Conversation
+from accelerate_recipes.common.tasks.chat.conversations import Conversation, reach_into
 from accelerate_recipes.common.tasks.models.causal_lm import _of_labels, with_losses
 from accelerate_recipes.common.tasks.models.tokenization import byte_tokenizer
 from accelerate_recipes.common.tasks.nlp.text import IGNORED
@@ -74,6 +74,19 @@ def test_a_token_that_reaches_into_an_answer_is_trained() -> None:
     assert tokenizer.decode(list(compress(row["tokens"], row["trained"]))) == " Because.|"
     plain = Conversation([QUESTION, {"role": "assistant", "content": "So."}], 1)
     assert trained_text(encode(plain, tokenizer, 99)) == "So.|"
+
+
+@pytest.mark.parametrize(
+    ("spans", "places", "expected"),
+    [
+        ([range(2, 5)], [(0, 1), (1, 3), (3, 5), (5, 6)], [False, True, True, False]),
+        ([range(3, 6)], [(0, 1), (2, 2), (3, 3), (3, 6)], [False, False, False, True]),  # 1 to 2 and 2 to 3, trimmed
+        ([range(2, 6)], [(0, 1), (2, 2), (3, 3), (3, 6)], [False, False, True, True]),
+        ([range(0, 3)], [(0, 0), (0, 3)], [True, True]),  # a special token, and the first word
+    ],
+)
+def test_tokens_that_reach_into_spans(spans: list[range], places: list[tuple[int, int]], expected: list[bool]) -> None:
+    assert reach_into(spans, places) == expected
 
 
 def test_facts_and_cuts() -> None:

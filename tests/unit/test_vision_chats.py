@@ -184,7 +184,11 @@ def test_places_of_images(content: Any, given: list[str], expected: list[Any], o
         ),
         ("<image>", ["a", "b"], "1 places for images in its messages, 2 images"),
         ("<image>", [None], "none of them empty"),
-        ([{**IMAGE, "index": 2}], ["a"], "1 places for images"),
+        ([{**IMAGE, "index": 2}], ["a"], "an image has the index 2, and its row 1 images"),
+        ([{**IMAGE, "index": "0"}], ["a"], "an image has the index '0', and its row 1 images"),
+        ([{**IMAGE, "index": -1}], ["a"], "an image has the index -1, and its row 1 images"),
+        ({"type": "sound", "text": "a"}, [], "a part of a message is {'type': 'sound', 'text': 'a'}: expected"),
+        ([{"type": "text", "text": "What?", "image": "a.png"}], [], "a part of a message is {'type': 'text', 'text'"),
         (5, [], "a part of a message is 5: expected"),
         ([{**IMAGE, "base64": "aGVsbG8="}], [], 'an image has base64: expected {"type": "image", "path": "a file"}'),
         ([{"type": "sound"}], [], "a part of a message is {'type': 'sound'}: expected"),
@@ -194,6 +198,24 @@ def test_places_of_images(content: Any, given: list[str], expected: list[Any], o
 def test_messages_that_cannot_be_used(content: Any, given: list[Any], line: str) -> None:
     with pytest.raises(UsageError, match=re.escape(line)):
         with_parts([{"role": "user", "content": content}], given)
+
+
+@pytest.mark.parametrize(
+    ("answer", "line"),
+    [
+        ({"content": None}, "message 2 (assistant) has no content"),
+        ({"content": "Red.", "weight": 0.5}, "message 2 (assistant) has the weight 0.5: expected 1, or 0"),
+    ],
+)
+def test_answers_that_cannot_be_used(answer: dict[str, Any], line: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(line)):
+        with_parts([{"role": "user", "content": "Why?"}, {"role": "assistant"} | answer], [])
+
+
+@pytest.mark.parametrize("messages", [5, [], "Why?"])
+def test_what_is_no_list_of_messages(messages: Any) -> None:
+    with pytest.raises(UsageError, match="expected a list of messages"):
+        with_parts(messages, ["a"])
 
 
 @pytest.mark.parametrize(

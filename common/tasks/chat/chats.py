@@ -21,7 +21,7 @@ from ..models.tokenization import END, digest_of
 from ..reading.rows import Row, Table
 from ..reading.sources import check_not_streamed, divide, load_tables
 from ..streams import cache_folder, rows_on_disk
-from .conversations import Conversation, Messages, answer_spans, find_unused
+from .conversations import Conversation, Messages, answer_spans, find_unused, reach_into
 
 HELD_OUT = 20  # one conversation in this many is for evaluation, if the source has no evaluation part
 VERSION = 7  # of the encoded rows: a new number makes new ones
@@ -297,8 +297,7 @@ def encode(chat: Any, tokenizer: Any, max_length: int) -> dict[str, Any]:
     else:
         text, spans = answer_spans(chat.messages, tokenizer, chat.first, chat.options)
     encoded = tokenizer(text, add_special_tokens=chat.is_plain, return_offsets_mapping=True)
-    tokens, places = encoded["input_ids"], encoded["offset_mapping"]  # a token may begin before an answer and reach in
-    trained = [any(start < span.stop and max(start + 1, end) > span.start for span in spans) for start, end in places]
+    tokens, trained = encoded["input_ids"], reach_into(spans, encoded["offset_mapping"])
     trained[:1] = [False] * len(trained[:1])  # no token comes before it
     trained = trained[:max_length]
     return {"tokens": tokens[:max_length], "trained": trained, "num_trained": sum(trained), "length": len(tokens)}

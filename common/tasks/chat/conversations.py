@@ -294,6 +294,17 @@ def answer_spans(
     return text, spans
 
 
+def reach_into(spans: Sequence[range], places: Iterable[Sequence[int]]) -> list[bool]:
+    """Whether each token, with its (start, end) in the text, has a part in a span: one may begin before an answer."""
+    found, last = list[bool](), 0
+    for start, end in places:
+        if start == end:  # white space that a tokenizer has trimmed begins where the token before it ends
+            start, end = (last, start) if 0 < last < start else (start, start + 1)
+        found.append(any(start < span.stop and end > span.start for span in spans))
+        last = max(last, end)
+    return found
+
+
 def _say_why(earlier: str, asking: str, after: str) -> NoReturn:
     """Raises the UsageError for an answer whose beginning does not match the end of the prompt that asks for it."""
     shared = num_shared(asking, after)

@@ -16,7 +16,7 @@ from ...data import Batch, pad_to_longest
 from ...errors import UsageError, first_line
 from ..models.causal_lm import IGNORED, find_trained_places
 from ..models.tokenization import adds_special_tokens
-from .conversations import answer_spans, render
+from .conversations import answer_spans, reach_into, render
 from .vision_chats import Images, Messages, VisionChats
 
 NUM_LOOKED_AT = 16  # conversations at the start
@@ -110,7 +110,8 @@ class VisionEncoder:
         if not ends or len(places) < 2:
             raise UsageError("it has fewer than two tokens: remove it")
         gained = int(places[:, 1].max()) - ends[-1][1]  # a special token has no place
-        trained = torch.tensor([any(start - gained in span for span in spans) for start in places[:, 0].tolist()])
+        moved = [range(span.start + gained, span.stop + gained) for span in spans]
+        trained = torch.tensor(reach_into(moved, places.tolist()))
         trained[0] = False  # no token comes before it
         answers = [turn for turn in range(after) if messages[turn]["role"] == "assistant"]
         if answers:

@@ -17,7 +17,7 @@ from ..reading.rows import Table, holds_images
 from ..reading.sources import check_not_streamed, divide, load_tables
 from ..reading.text_files import local_path
 from .chats import HELD_OUT
-from .conversations import Conversation, as_messages
+from .conversations import EXPECTED, Conversation, as_messages, check_messages
 
 Messages = list[dict[str, Any]]  # [{"role": ..., "content": [{"type": "image"} or {"type": "text", "text": ...}]}]
 Images = list[Image.Image]  # in RGB
@@ -135,7 +135,8 @@ def _open(image: Any, folder: Path, opener: Opener) -> Image.Image:
 
 
 def _may_have_an_answer(messages: Any) -> bool:
-    names = [name for one in messages or () if isinstance(one, dict) for name in (one.get("role"), one.get("from"))]
+    given = messages if isinstance(messages, list) else ()
+    names = [name for one in given if isinstance(one, dict) for name in (one.get("role"), one.get("from"))]
     return not names or any(name in ("assistant", "gpt") for name in names)
 
 
@@ -144,6 +145,8 @@ def with_parts(messages: Any, images: list[Any]) -> tuple[Messages, list[Any]]:
     before the first question. Raises UsageError for no messages, or if the numbers of images and places differ."""
     messages = as_messages(messages)
     contents = [_content(one) for one in messages]
+    if not messages:
+        raise UsageError(EXPECTED)
     if not any(_is_image(part) for content in contents for part in content):
         contents = [[piece for part in content for piece in _split(part["text"])] for content in contents]
     shown = [part for content in contents for part in content if _is_image(part)]
@@ -155,6 +158,9 @@ def with_parts(messages: Any, images: list[Any]) -> tuple[Messages, list[Any]]:
         [{"type": "image"} if _is_image(part) else {"type": "text", "text": part["text"]} for part in content]
         for content in contents
     ]
+    texts = [[part for part in content if not _is_image(part)] for content in plain]
+    said = [one | ({"content": text} if "content" in one else {}) for one, text in zip(messages, texts)]
+    check_messages([one for one in said if "content" in one or one["role"] == "assistant"])  # a question may be images
     return [one | {"content": content} for one, content in zip(messages, plain)], _match_images(shown, images)
 
 
@@ -166,7 +172,9 @@ def _match_images(shown: list[dict[str, Any]], images: list[Any]) -> list[Any]:
         if own is None:
             if others := sorted(part.keys() - {"type", "index", *PATHS}):
                 raise UsageError(f'an image has {others[0]}: expected {{"type": "image", "path": "a file"}}')
-            own = next(iter(images[max(0, part["index"]) :]) if "index" in part else left, None)
+            if "index" in part and part["index"] not in range(len(images)):
+                raise UsageError(f"an image has the index {part['index']!r}, and its row {len(images)} images")
+            own = images[part["index"]] if "index" in part else next(left, None)
         found.append(own)
     is_left = next(left, None) is not None and not any("index" in part for part in shown)
     if is_left or any(image is None for image in found):
@@ -181,8 +189,12 @@ def _content(message: dict[str, Any]) -> list[dict[str, Any]]:
     """The parts of a message, without empty entries. Raises UsageError."""
     content, expected = message.get("content"), '{"type": "image"}, or {"type": "text", "text": "Why?"}'
     content = [{"type": "text", "text": content}] if isinstance(content, str) else [] if content is None else content
-    for part in content if isinstance(content, list) else [content]:
-        if not (isinstance(part, dict) and (_is_image(part) or isinstance(part.get("text"), str))):
+    content = content if isinstance(content, list) else [content]
+    for part in content:
+        is_text = isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type") in (None, "text")
+        if not (
+            isinstance(part, dict) and (_is_image(part) or (is_text and not any(map(part.get, (*PATHS, "image_url")))))
+        ):
             raise UsageError(f"a part of a message is {str(part)[:60]}: expected {expected}")
     return [{name: value for name, value in part.items() if value is not None} for part in content]
 

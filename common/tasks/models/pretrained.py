@@ -3,7 +3,7 @@
 import copy
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
@@ -163,17 +163,36 @@ def export_of(model: Any, processor: Any, files: Mapping[str, Any] | None = None
 def exported_pipeline(task: str, output_dir: Path) -> Any:
     """transformers' pipeline of a task with the model that a run has exported. Raises UsageError if there is none."""
     from transformers import pipeline  # takes seconds
+    from transformers.pipelines import check_task
 
     warnings.filterwarnings("ignore", "Tokenizer does not support real words")  # each token is one
     cuts = {"truncation": True} if task == "text-classification" else {}  # other pipelines always cut, or cannot
-    return pipeline(task, model=exported_folder(output_dir), **cuts)
+    folder, kinds = exported_folder(output_dir), check_task(task)[1]["pt"]
+    return _usable(folder, kinds, lambda: pipeline(task, model=folder, **cuts))
 
 
 @silent()
 def exported_model(kind: Any, output_dir: Path) -> tuple[Any, Any]:
     """(the model that a run has exported, its tokenizer), for `--predict`. Raises UsageError if there is none."""
     folder = exported_folder(output_dir)
-    return kind.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    load = lambda: (kind.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder))  # noqa: E731
+    return _usable(folder, [kind], load)
+
+
+def _usable(folder: str, kinds: Iterable[Any], load: Callable[[], Any]) -> Any:
+    """What `load` returns. Raises UsageError for damaged files, and for a model of none of these kinds."""
+    try:
+        config = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
+        names = [name for kind in kinds for name in kind._model_mapping._model_mapping.values()]
+        known = {each for name in names for each in ([name] if isinstance(name, str) else name)}
+        if not known & {*config["architectures"]} and "auto_map" not in config:
+            raise ValueError(f"it is {config['architectures'][0]}")
+        return load()
+    except Exception as error:  # the library and its readers raise dozens of types
+        raise UsageError(
+            f"the model in {folder} cannot be used ({first_line(error)}): use the --output_dir of a finished run of "
+            "this recipe"
+        ) from None
 
 
 def exported_folder(output_dir: Path, flag: str = "--predict") -> str:
