@@ -51,16 +51,22 @@ def make(
         raise UsageError("--config names two files with the same name, but a project needs different names: rename one")
     for path in chosen:
         _check_pair(script, path)
+        if not re.fullmatch(r"[\w.-]+\.yaml", path.name):
+            raise UsageError(f"--config {path}: rename it, to letters, digits, - and _, with the ending .yaml")
     if not str(folder).isprintable():
         raise UsageError(f"{str(folder)!r} cannot be typed after cd: use another name")
     check_new_folder(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=folder.parent, prefix=".new_") as scratch:
-            project = Path(scratch) / folder.name
+            project = Path(scratch) / folder.resolve().name
             _write(project, script, chosen, own_loop, vendor)
             made = sorted(str(path.relative_to(project)) for path in project.rglob("*") if path.is_file())
-            project.rename(folder)  # as a whole, or not at all
+            if folder.exists():  # empty, and perhaps the folder in which the user is
+                for path in project.iterdir():
+                    path.rename(folder / path.name)
+            else:
+                project.rename(folder)  # as a whole, or not at all
     except OSError as error:
         raise UsageError(f"{folder} cannot be written ({error.strerror}): use another folder") from None
     commands = [f"cd {shlex.quote(str(folder))}", "make train", "make test"]

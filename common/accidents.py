@@ -64,7 +64,7 @@ def folders() -> dict[str, Path]:
 def advice(error: BaseException) -> str | None:
     """One line for an error that the machine caused, directly or not: what is missing, what to type; else None."""
     for each in chain(error):
-        if (line := _cache(each) or _open_files(each) or _worker(each)) is not None:
+        if (line := _cache(each) or _open_files(each) or _worker(each) or _unknown_word(each)) is not None:
             return line
     return None
 
@@ -109,6 +109,11 @@ def _open_files(error: BaseException) -> str | None:
         return None
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if resource else "this machine's"
     return f"too many open files (the limit is {limit}): run ulimit -n 65536 before the command"
+
+
+def _unknown_word(error: BaseException) -> str | None:
+    is_missing = "Missing [UNK] token" in str(error)  # tokenizers raises a plain Exception
+    return "the tokenizer has no token for unknown words: use one with an unk_token" if is_missing else None
 
 
 def _reason(error: BaseException) -> str | None:

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import math
 import os
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -92,7 +93,7 @@ class Recorder:
             if any(step == self.state.step for step, _ in checkpoints(path)):
                 line += "; to train longer, run the same command with more --epochs or --max_steps and "
                 line += "--resume_from_checkpoint latest"
-            print(f"{line}; accelerate-recipes push {path} NAME uploads it", flush=True)
+            print(f"{line}; accelerate-recipes push {shlex.quote(str(path))} NAME uploads it", flush=True)
         else:
             self.output_dir.card = self._card(None)  # OutputDir adds how the run failed
         metrics = {name: value for name, value in self.last_metrics.items() if name.startswith("eval/")}

@@ -11,9 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from tokenizers.processors import TemplateProcessing
-from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
+from accelerate_recipes.common.accidents import advice
 from accelerate_recipes.common.data import pad_to_longest
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.tasks.chat.chat_models import small_chat_model, with_chat_template
@@ -87,6 +98,14 @@ def test_a_token_that_reaches_into_an_answer_is_trained() -> None:
 )
 def test_tokens_that_reach_into_spans(spans: list[range], places: list[tuple[int, int]], expected: list[bool]) -> None:
     assert reach_into(spans, places) == expected
+
+
+def test_a_word_without_a_token_is_named() -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"Why?": 0})), eos_token="</s>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(Exception, match="UNK") as caught:
+        encode([QUESTION, ANSWER], tokenizer, 99)
+    assert "the tokenizer has no token for unknown words" in (advice(caught.value) or "")
 
 
 def test_facts_and_cuts() -> None:

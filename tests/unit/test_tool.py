@@ -173,6 +173,20 @@ def test_bad_input_gets_one_line_and_writes_nothing(
     assert {path.name for path in tmp_path.rglob("*")} <= {"full", "train.py", "ddp.yaml"}
 
 
+def test_a_project_in_the_folder_where_the_user_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert tool(monkeypatch, "new", "mnist", ".", "--single-file") == 0
+    assert {path.name for path in tmp_path.iterdir()} >= {"Makefile", "train.py", "accelerate_configs"}
+
+
+def test_a_config_whose_name_a_makefile_cannot_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (config := tmp_path / "my conf.yaml").write_text("num_processes: 2")
+    assert tool(monkeypatch, "new", "mnist", str(tmp_path / "p"), "--config", str(config)) == 2
+    assert "rename it, to letters, digits, - and _, with the ending .yaml" in capsys.readouterr().err
+
+
 def test_pipes_and_nested_brackets_are_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
