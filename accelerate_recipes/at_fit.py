@@ -3,7 +3,6 @@
 import importlib
 import os
 import pickle
-import re
 import runpy
 import subprocess
 import sys
@@ -19,7 +18,6 @@ import psutil
 from accelerate_recipes.common.errors import UsageError
 
 NEEDED = ("accelerator", "model", "optimizer", "forward_step", "train_set", "eval_set", "config")
-OLD_IMPORT = re.compile(r"^\s*(?:from|import) common\b", re.MULTILINE)
 
 
 def at_fit(
@@ -41,14 +39,8 @@ def at_fit(
             with real ones, if they fit into free memory.
 
     Raises:
-        UsageError: the recipe ended before it called `fit`; the message is the last line that it printed. Or it imports
-            its own loop, which this package cannot ask.
+        UsageError: the recipe ended before it called `fit`; the message is the last line that it printed.
     """
-    if OLD_IMPORT.search(script.read_text(encoding="utf-8", errors="replace")):
-        raise UsageError(
-            f"{script} imports the loop of an earlier version, common: import from accelerate_recipes instead, and "
-            "from accelerate_recipes.common for common"
-        )
     with TemporaryDirectory() as folder:
         result = Path(folder) / "result"
         result.with_name("question").write_bytes(pickle.dumps(question))

@@ -1,19 +1,13 @@
 """Prints what a model gets: coloured on a terminal, with marks in a pipe."""
 
-import base64
-import io
 from typing import Any
 
-import numpy
-from PIL import Image
-from rich.color import Color
 from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
 BAR = 40  # characters of the longest bar
 MOST_CHARACTERS = 1200  # of a sample's text
-WIDTH = 24  # characters of an image
 
 
 def show(found: dict[str, Any]) -> None:
@@ -59,10 +53,8 @@ def _show_part(console: Console, part: dict[str, Any]) -> None:
     if "tokens" in part:
         console.print(Text(f"{part['name']}: ").append(_text(console, part["tokens"])))
         return
-    console.print(f"{part['name']}: {part['text']}")
-    if console.color_system in ("256", "truecolor"):
-        for png in part.get("pictures", ()):
-            console.print(_blocks(png))
+    more = " (--output shows it)" if "pictures" in part else ""
+    console.print(f"{part['name']}: {part['text']}{more}")
 
 
 def _text(console: Console, runs: list[list[Any]]) -> Text:
@@ -75,16 +67,4 @@ def _text(console: Console, runs: list[list[Any]]) -> Text:
     if len(text) > MOST_CHARACTERS:
         text.truncate(MOST_CHARACTERS)
         text.append(" ... and more (--output shows all)", Style(dim=True))
-    return text
-
-
-def _blocks(png: str) -> Text:
-    """A small image of coloured half blocks, two pixels a character."""
-    image = Image.open(io.BytesIO(base64.b64decode(png))).convert("RGB")
-    colours = numpy.asarray(image.resize((WIDTH, max(2, WIDTH * image.height // image.width // 2 * 2)))).tolist()
-    text = Text()
-    for above, below in zip(colours[::2], colours[1::2]):
-        for upper, lower in zip(above, below):
-            text.append("▀", Style.from_color(Color.from_rgb(*upper), Color.from_rgb(*lower)))
-        text.append("\n")
     return text

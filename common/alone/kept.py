@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import first_line
 from ..weights.on_disk import is_lent
-from .walk import LARGE, Walk
+from .walk import LARGE, Entry, Walk
 
 
 class NotChecked(Exception):
@@ -73,23 +73,22 @@ def kept(
         with _noted_files(changes.files):
             yield changes
     finally:
-        numbers = [name for entry in walk.entries[: of_model[0]] for name in entry.find_changes(numbers=True)]
-        found = {True: list[str](), False: list[str]()}
-        for entry in walk.entries[of_training[0] :]:
-            found[entry.is_generator] += entry.find_changes()
-        held = {True: list[str](), False: list[str]()}
-        for entry in walk.entries[: of_model[0]]:
-            held[entry.is_generator] += entry.find_changes()
+        own, others = walk.entries[: of_model[0]], walk.entries[of_training[0] :]
         watched = [each for each in lending.tensors if not each.is_trained or id(each.tensor) in plain]
         written = [each for each in watched if each.tensor._version != each.version]
-        changes.in_model += held[False]
-        changes.names += [*found[False], *(each.name for each in written), *numbers]
-        changes.generators += found[True] + held[True]
+        changes.names += _changed(others) + [each.name for each in written]
+        changes.names += [name for entry in own for name in entry.find_changes(numbers=True)]
+        changes.in_model += _changed(own)
+        changes.generators += _changed(others, of_generators=True) + _changed(own, of_generators=True)
         changes.lost += [name for name, moved in walk.iterators if moved()]
         changes.lost += [each.name for each in written if not each.is_copied]
         lending.give_back()
         for entry in walk.entries:
             entry.give_back()
+
+
+def _changed(entries: Iterable[Entry], of_generators: bool = False) -> list[str]:
+    return [name for each in entries if each.is_generator == of_generators for name in each.find_changes()]
 
 
 @dataclass
