@@ -34,7 +34,6 @@ def plan(
     memory: Annotated[float | None, typer.Option(help="memory per GPU in GB (default: the GPU's)")] = None,
     hardware: Annotated[Path | None, typer.Option(help="JSON file with the rates of your machines")] = None,
     scaling: Annotated[bool, typer.Option("--scaling", help="also plan more GPUs, up to 8,192")] = False,
-    page: Annotated[Path | None, typer.Option("--plot", help="with --scaling: an HTML page with the curves")] = None,
     hours: Annotated[float | None, typer.Option(help="name the cheapest config that ends in this many hours")] = None,
     as_json: AsJson = False,
 ) -> int:
@@ -48,7 +47,6 @@ def plan(
     from accelerate_recipes.plan.hardware import read
 
     rates = read(gpu, memory, hardware)
-    printing.check_plot(page, scaling)
     check_number(hours, "--hours")
     script = recipe if is_path(str(recipe)) else find_recipe(str(recipe))
     check_file(script, "", "use the path of a recipe")
@@ -84,8 +82,6 @@ def plan(
     if one and (near or not fitting):
         printing.show_fitting(near, "fits, too" if fitting else "fits with")
     printing.show_scaling(rows)
-    if page is not None:
-        printing.write_plot(page, rows, script.stem)
     if fitting and (hours is not None or not one):
         rows = rows or {each.config: [each.speed] for each in fitting}
         printing.show_cheapest([(config, row) for config, steps in rows.items() for row in steps], hours)

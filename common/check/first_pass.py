@@ -5,6 +5,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +38,7 @@ class FirstPass:
     keeps: list[str] = field(default_factory=list)
     moves: bool = False  # whether a pass changes what later ones use: another evaluation would change them
     files: list[str] = field(default_factory=list)  # that it opens for writing
+    differentiates: str = ""  # the name of a weight by which it differentiates
 
     @contextmanager
     def watch(self, called: nn.Module, module: nn.Module, device: torch.device) -> Iterator[None]:
@@ -48,7 +50,14 @@ class FirstPass:
         before = {name: (tensor, tensor._version) for name, tensor in module.named_parameters()}
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}  # BatchNorm changes no version
         states = generator_states(device)
-        with hook, _no_new_weights(module):
+        grad, names = torch.autograd.grad, {id(weight): name for name, weight in module.named_parameters()}
+
+        def noted_grad(outputs: Any, inputs: Any, *args: Any, **named: Any) -> Any:
+            given = [inputs] if isinstance(inputs, Tensor) else [*inputs]
+            self.differentiates = next((names[id(each)] for each in given if id(each) in names), self.differentiates)
+            return grad(outputs, given, *args, **named)
+
+        with hook, _no_new_weights(module), patch.object(torch.autograd, "grad", noted_grad):
             yield
         if not calls and not is_scripted:
             raise UsageError(
@@ -106,8 +115,8 @@ class FirstPass:
         }
         if_cut = {
             f"each call of forward_step or of a layer changes {first['keeps']}: if it is used, the result depends on "
-            "the number of calls, and so on the number of processes and on --micro_batch_size; give forward_step a "
-            "third argument, step, the number of the optimizer step": self.keeps,
+            "the number of calls, and so on the number of processes and on --micro_batch_size, and a checkpoint does "
+            "not hold it; give forward_step a third argument, step, the number of the optimizer step": self.keeps,
             "the forward pass draws random numbers, such as dropout: they depend on --micro_batch_size, here "
             f"{size}, not on the number of processes": self.draws,
             "collate_fn or __getitems__ draws random numbers: they depend on --micro_batch_size, here "

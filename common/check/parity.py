@@ -19,7 +19,7 @@ from ..errors import RunError, UsageError, annotate_errors, list_samples, needs_
 from ..failure import line_of
 from ..package import is_own
 from ..parallel.ddp import DDP
-from ..parallel.strategies import main_strategy, prepare
+from ..parallel.strategies import main_strategy, prepare, strategies_of
 from ..step.engine import StepResult
 from ..step.setup import Setup
 from .compare import Gap, Key, fingerprints, replica_gaps, step_gaps, weight_gap
@@ -120,6 +120,13 @@ class ParityCheck:
             )
         elif self._error is None:
             self._first_pass.say(self.plan, self.accelerator.print)
+            if (name := self._first_pass.differentiates) and any(
+                each.frees_weights for each in strategies_of(self.layout)
+            ):
+                raise UsageError(
+                    f"forward_step differentiates by {name}, which FSDP2 frees in a backward pass: use --config_file "
+                    "accelerate_configs/ddp.yaml"
+                )
 
     def take_step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
         """`Engine.step` with the parity check. An error in a step gets its samples as a note. Raises UsageError if the

@@ -77,6 +77,7 @@ class Fsdp2(Strategy):
     name = "FSDP2"
     distributed_type = DistributedType.FSDP
     needs_all_weights = True  # it waits for the gradient of each
+    frees_weights = True
     launch_checks = (check_version,)
     model_checks = (check_weights, check_layers)
 

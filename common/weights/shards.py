@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from ..errors import UsageError
 from ..norms import norm_of
 
 if TYPE_CHECKING:  # the import takes 0.7 s
@@ -57,6 +58,8 @@ def checkpoint_tensors(module: nn.Module) -> dict[str, Tensor]:
     """{name: parameter or buffer} that checkpoints and exports hold: all, or the trained ones of a module with a
     `peft_adapter`, whose other weights are those of a model that exists elsewhere."""
     state = module.state_dict(keep_vars=True)
+    for name in [name for name, value in state.items() if not isinstance(value, Tensor)]:
+        raise UsageError(f"{name} of the model's state_dict is no tensor: hold it in a buffer, not in get_extra_state")
     if getattr(module, "peft_adapter", None) is None:
         return state
     return {name: tensor for name, tensor in state.items() if tensor.requires_grad}

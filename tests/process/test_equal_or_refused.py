@@ -39,6 +39,7 @@ DRAWN: dict[tuple[str, str], str | None] = {
     ("step counts_with_an_iterator", "ddp"): "forward_step changes COUNT, which the parity check cannot",
     ("step counts_until_late", "ddp"): None,
     ("step calls_backward", "fsdp2"): "forward_step calls backward(): return the loss of each sample",
+    ("step differentiates_by_a_weight", "fsdp2"): "differentiates by head.weight, which FSDP2 frees in a backward",
     ("step exits_early", "ddp"): "the recipe called sys.exit() during the run",
     ("step follows_the_step", "deepspeed_zero2"): None,
     ("step not_a_number_for_some", "ddp"): None,

@@ -70,6 +70,8 @@ BEGINS: dict[tuple[str, str], str | None] = {
     ("noise_in_step", "ddp"): None,
     **{("noise_in_step", config): "draws random numbers in step 4, and " for config in (*DIVIDING, "zbv")},
     ("norm_in_step", "ddp"): None,
+    ("plateau", "ddp"): None,
+    ("running_mean", "tensor_parallel"): None,
     ("norm_in_step", "interleaved"): None,
     ("norm_in_step", "deepspeed_zero2"): "begins to call norm with what DeepSpeed ZeRO-2 gives it",
     ("norm_in_step", "fsdp2"): "from a tensor of which this process has a share: call .full_tensor() first",

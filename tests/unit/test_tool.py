@@ -152,7 +152,6 @@ def test_a_single_file_needs_nothing_from_here(tmp_path: Path, monkeypatch: pyte
         ("plan mnist --memory nan", "--memory nan: use a number above 2.5, the GB of a GPU that are not for tensors"),
         ("plan mnist --memory -80", "--memory -80: use a number above 2.5"),
         ("plan mnist --hours inf", "--hours inf: use a number above 0"),
-        ("plan mnist --scaling --plot no/page.html", "--plot no/page.html: there is no folder no; create it"),
         ("plan mnist --hardware full/train.py", "--hardware full/train.py is not in the form of"),
         ("export full/train.py model", "full/train.py is not a folder: use the folder of a checkpoint or of a run"),
         ("export full full/train.py", "full/train.py is a file: use another"),

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from accelerate_recipes import RunConfig, fit, flag, run, start
 from accelerate_recipes.common.data import Batch
 
-BEGIN, NOW = 3, {"step": 0}
+BEGIN = 3
+NOW: dict[str, Any] = {"step": 0}
 HANDLES: list[Any] = []  # of what a forward_step did once
 
 
@@ -91,10 +92,11 @@ def forward_step(model: Any, batch: Batch, step: int, whole: nn.Module, captured
     if what == "target":
         with torch.no_grad():
             more = model(-batch["x"]).abs()
-    if what == "penalty":
-        more = 1e-2 * sum(weight.pow(2).sum() for weight in whole.parameters())
-    if what == "penalty_of_trained":
-        more = 1e-2 * sum(weight.pow(2).sum() for weight in model.parameters() if weight.requires_grad)
+    if what in ("penalty", "penalty_of_trained"):
+        weights = (
+            whole.parameters() if what == "penalty" else filter(lambda each: each.requires_grad, model.parameters())
+        )
+        more = 1e-2 * sum(weight.pow(2).sum() for weight in weights)
     if what in ("one_layer", "first_layer"):
         more = whole.blocks[2 if what == "one_layer" else 0](whole.stem(batch["x"]), "").mean(1)
     if what == "of_the_other_stage":
@@ -103,9 +105,17 @@ def forward_step(model: Any, batch: Batch, step: int, whole: nn.Module, captured
         more = 1e-2 * sum(weight.pow(2).sum() for weight in captured)
     if what == "factor":  # of the gradient of a process, which its loss does not show
         output = output.detach() + (output - output.detach()) * (1 + 0.5 * float(os.environ.get("RANK", 0)))
+    if whole.what == "running_mean" and model.training:  # from the first step on
+        NOW["mean"] = 0.9 * NOW.get("mean", 0.0) + 0.1 * float(output.detach().mean())
+        more = 0.1 * (output - NOW["mean"]) ** 2
     if what == "number":
         more = torch.tensor(1e-3 * float(whole.blocks[0].up.weight.norm()))
     return {"loss": (output - batch["y"]) ** 2 + more}
+
+
+def note(means: dict[str, float]) -> dict[str, float]:
+    NOW.setdefault("losses", []).append(means["loss"])
+    return means
 
 
 def hook(module: Any, args: Any, output: Tensor, model: nn.Module) -> Tensor:
@@ -161,7 +171,10 @@ def main(config: Config) -> None:
     if config.what in ("norm_in_step", "noise_in_step"):
         optimizer.register_step_pre_hook(partial(shrink, what=config.what))
     values = partial(forward_step, whole=model, captured=[*model.parameters()])
-    fit(accelerator, model, optimizer, values, Samples(32, 1), Samples(11, 2), config)
+    # As torch's ReduceLROnPlateau: evaluations, which all processes share, set the rate of later steps.
+    follows: Any = {"summarize": note, "schedule": lambda step, *others: 0.5 ** len(NOW.get("losses", []))}
+    options = follows if config.what == "plateau" else {}
+    fit(accelerator, model, optimizer, values, Samples(32, 1), Samples(11, 2), config, **options)
 
 
 if __name__ == "__main__":

@@ -182,6 +182,15 @@ def calls_backward(model: Any, batch: Batch, whole: nn.Module) -> Values:
     return {"loss": loss}
 
 
+def differentiates_by_a_weight(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    """As GradNorm (Chen et al. 2018)."""
+    loss, weight = (model(batch["x"]) - batch["y"]) ** 2, whole.get_parameter("head.weight")
+    if not torch.is_grad_enabled():
+        return {"loss": loss}
+    (gradient,) = torch.autograd.grad(loss.sum(), weight, create_graph=True)
+    return {"loss": loss + 1e-3 * (weight.detach() - gradient).pow(2).sum()}
+
+
 def exits_early(model: Any, batch: Batch, whole: nn.Module) -> Values:
     sys.exit()
 
@@ -288,6 +297,7 @@ HABITS: dict[str, Step] = {
         gathers,
         returns_what_it_gathers,
         calls_backward,
+        differentiates_by_a_weight,
         exits_early,
         unfreezes_late,
         counts_with_an_iterator,
