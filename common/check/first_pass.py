@@ -76,7 +76,7 @@ class FirstPass:
         takes each half alone. If a pass draws, it has each half twice, so that each sample gets the same numbers. Then
         finds values that the passes have changed for later ones, also those of training for evaluation."""
         size, evaluated = len(ids) // 2, None
-        for trains in (False, True, False)[: 2 if self.written else 3] if size else ():
+        for trains in (False, True) if size else ():
             take, mixed = partial(take_pass, trains), dict[str, None]()
             try:
                 whole = take(batch := fetch(ids[: 2 * size]), slice(None))
@@ -91,12 +91,14 @@ class FirstPass:
                 continue
             self.draws_in_evaluation |= whole.draws and not trains
             self.draws |= whole.draws_backwards
-            before = whole if trains or evaluated is None else evaluated
-            evaluated = evaluated if trains else before
-            same = {name for name in whole.values if again.is_close(before, name, tolerance)}
+            evaluated = evaluated if trains else whole
+            same = {name for name in whole.values if again.is_close(whole, name, tolerance)}
             self.moves |= len(same) < len(whole.values)
             self.mixes += [name for name in mixed if name in same]
             self.mixes_gradients |= not is_sum and not mixed and torch.equal(again.gradient, whole.gradient)
+        if evaluated is not None and not self.written:  # as BatchNorm's statistics are
+            later = take_pass(False, fetch(ids[: 2 * size]), slice(None))
+            self.moves |= not all(later.is_close(evaluated, name, tolerance) for name in evaluated.values)
 
     def say(self, plan: Plan, say: Callable[[str], Any]) -> None:
         """Prints one line for each reason why the result depends on how the global batch is divided."""

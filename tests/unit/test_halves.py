@@ -158,6 +158,20 @@ def test_what_the_recipe_keeps_is_no_mixing() -> None:
     assert not looked_at(Net(), masked).moves
 
 
+def test_what_training_changes_for_evaluation_is_found() -> None:
+    factor = [1.0]
+
+    def scaled(model: nn.Module, batch: Batch, step: int) -> dict[str, Tensor]:
+        values = masked(model, batch, step)
+        if model.training:
+            factor[0] *= 2
+            return values
+        return {name: value * factor[0] for name, value in values.items()}
+
+    found = looked_at(Net(), scaled)
+    assert found.moves and not found.mixes
+
+
 def test_batches_that_are_drawn_are_not_drawn_again() -> None:
     """Halves of the batch itself: a `collate_fn` would draw something else for each half."""
     assert not looked_at(Net(), padded, draws_for_batches=True).mixes
