@@ -130,9 +130,10 @@ def find_checkpoint(setup: Setup, identity: dict[str, Any], group: CpuGroup) -> 
     try:
         return open_checked(Path(wanted), group)
     except DamagedError as error:
+        near = checkpoints(Path(wanted))  # if it is the folder of a run
+        advice = f"use {near[-1][1]}" if near else "use latest for the newest complete one"
         raise UsageError(
-            f"--resume_from_checkpoint {wanted} is not a complete checkpoint ({error}): use latest for the newest "
-            "complete one"
+            f"--resume_from_checkpoint {wanted} is not a complete checkpoint ({error}): {advice}"
         ) from None
 
 

@@ -236,6 +236,9 @@ def test_damaged_checkpoint_is_passed_over_or_refused(tmp_path: Path, undisturbe
     run = fork(tmp_path / "run", "ddp", DISTURBED, flags, succeeds=False)
     newest = run.output_dir / "checkpoints" / "step_00000009"
     assert run.checkpoints == [6, 9]
+    flags = f"{COURSE} --resume_from_checkpoint {run.output_dir}"
+    other = fork(tmp_path / "other", "ddp", DISTURBED, flags, succeeds=False)
+    assert refused(other).endswith(f"): use {newest}")
     damage(newest / "shard_00001.safetensors")
     with (run.output_dir / "metrics.jsonl").open("a") as metrics:
         metrics.write('{"step": 10, "tr')  # half a record, as a full disk leaves it

@@ -13,6 +13,7 @@ from PIL import ExifTags, Image, ImageMode, UnidentifiedImageError
 from ...data.facts import say
 from ...errors import UsageError, first_line
 from ...files import check_is_pulled
+from .text_files import local_path
 
 # How to turn an image with orientation tag 2, 3, ...; 1 is upright.
 TURNS = "FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90"
@@ -40,6 +41,7 @@ class Opener:
             with warnings.catch_warnings(action="ignore"):  # of Pillow, about what it then reads
                 if isinstance(file, Image.Image):
                     return self._decode(file, name)
+                file = local_path(file) if isinstance(file, str) else file  # with ~ for the home folder
                 with Image.open(io.BytesIO(file) if isinstance(file, bytes) else file) as image:
                     shown = self._decode(image, name)
                     if not self.said[FRAMES]:
