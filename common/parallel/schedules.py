@@ -1,5 +1,6 @@
 """Pipeline schedules: the order of the passes in a step, from torch, and their costs."""
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,7 +74,8 @@ def shortest(name: str, size: int, num_micro_batches: int) -> tuple[int, int]:
 
 @contextmanager
 def its_cause() -> Iterator[None]:
-    """Raises the cause of an error of torch's pipelines, which has no message of its own."""
+    """Raises the cause of an error of torch's pipelines, which has no message of its own, and a log of the schedule."""
+    logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
     try:
         yield
     except RuntimeError as error:

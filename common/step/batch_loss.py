@@ -57,7 +57,7 @@ class BatchLoss:
     def __call__(self, values: Values, step: int) -> Values:
         """The metrics of the samples with these values, (samples, ...), each of shape (samples,). Raises UsageError for
         other shapes. `step`: number of the optimizer step, or EVALUATION; random numbers are a function of it."""
-        given = {name: value for name, value in values.items() if name != SAMPLE_WEIGHT}
+        given = {name: value.clone() for name, value in values.items() if name != SAMPLE_WEIGHT}  # it may write them
         with restore_generators(self.device):
             seed_forward(self.plan.config.seed, step, COMPARISON, self.device)
             metrics = self.function(given)

@@ -53,6 +53,11 @@ def test_result_in_bf16_is_close(tmp_path: Path, reference: Callable[..., Run], 
     assert largest_difference(run.column("train/loss"), expected.column("train/loss")) < 0.01
 
 
+def test_a_loss_may_write_its_values(tmp_path: Path, reference: Callable[..., Run]) -> None:
+    run = fork(tmp_path / "run", "ddp", CONTRAST, "--mistake writes --micro_batch_size 8")
+    assert_same_result(run, reference(CONTRAST, "--mistake centres"))
+
+
 def test_both_passes_draw_the_same(tmp_path: Path, reference: Callable[..., Run]) -> None:
     flags = "--dropout 0.3 --micro_batch_size 8"
     run = fork(tmp_path / "run", "ddp", CONTRAST, flags)

@@ -100,8 +100,15 @@ def main(config: Config) -> None:
         "mean": lambda model, batch: {name: value.mean() for name, value in forward_step(model, batch).items()},
         "detached": lambda model, batch: {name: value.detach() for name, value in forward_step(model, batch).items()},
     }
+
+    def writes(values: dict[str, Tensor]) -> dict[str, Tensor]:
+        values["left"] -= values["left"].mean(0)
+        return batch_loss(values)
+
     losses = {
         "outside": outside,
+        "writes": writes,
+        "centres": lambda values: batch_loss(values | {"left": values["left"] - values["left"].mean(0)}),
         "scalar": lambda values: {"loss": batch_loss(values)["loss"].mean()},
     }
     data = (
