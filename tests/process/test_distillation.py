@@ -172,6 +172,7 @@ def test_rules(tmp_path: Path) -> None:
     assert run.column("eval/agreement")[-1] > 0.95
 
 
+@pytest.mark.full
 def test_small_updates_of_bf16_weights(tmp_path: Path) -> None:
     """DeepSpeed's weights begin with the bits of bf16, so that the first small updates have no effect on a pass."""
     fork(tmp_path / "run", "deepspeed_zero2_bf16", SCRIPT, "--max_steps 3")

@@ -165,7 +165,7 @@ def test_value_that_depends_on_other_samples_is_said(tmp_path: Path, recipe: str
     assert run.stdout.count('"loss" of a sample depends on the other samples of its micro-batch, here 2 of 8') == 1
 
 
-@pytest.mark.parametrize("habit", ["mean_of_evaluations", "range_of_training"])
+@pytest.mark.parametrize("habit", ["mean_of_evaluations", pytest.param("range_of_training", marks=pytest.mark.full)])
 def test_state_that_evaluations_use_is_said(tmp_path: Path, habit: str) -> None:
     """The second evaluation differed by 1 % under DDP, without a line."""
     run = fork(tmp_path / "run", "ddp", USERS, f"--model {habit} --hang_timeout 60")

@@ -30,9 +30,9 @@ def ids_of_each_step(run: Run) -> list[list[int]]:
     fetched = [[int(i) for i in path.read_text().split()] for path in run.output_dir.glob("train_ids_*.txt")]
     assert len(fetched) == run.card["num_processes"]
     share = BATCH_SIZE // len(fetched)
-    # At first each fetches 16 samples for the identity of the data, four to compare them with the other processes, and
-    # one to see whether a batch draws.
-    num_first = 16 + (5 if len(fetched) > 1 else int(run.card["gradient_accumulation_steps"] > 1))
+    # At first each fetches 16 samples for the identity of the data, one twice to see whether it keeps what it draws,
+    # four to compare them with the other processes, and one to see whether a batch draws.
+    num_first = 18 + (5 if len(fetched) > 1 else int(run.card["gradient_accumulation_steps"] > 1))
     assert {len(ids) for ids in fetched} == {NUM_STEPS * share + num_first}
     fetched = [ids[-NUM_STEPS * share :] for ids in fetched]
     return [

@@ -139,7 +139,9 @@ def test_a_buffer_that_begins_to_depend_on_samples_ends_the_run(tmp_path: Path, 
     assert "they agreed after step 3. Likely cause: the model begins to change this buffer" in run.stderr
 
 
-@pytest.mark.parametrize("config", ["ddp", "fsdp2", "deepspeed_zero2"])
+@pytest.mark.parametrize(
+    "config", ["fsdp2", *(pytest.param(each, marks=pytest.mark.full) for each in ("ddp", "deepspeed_zero2"))]
+)
 def test_an_optimizer_that_begins_to_follow_its_own_samples_ends_the_run(tmp_path: Path, config: str) -> None:
     run = run_of(tmp_path / "run", LATE, "--what own_momentum", config)
     assert run.exit_code == 3 and re.search(
