@@ -74,7 +74,7 @@ class FirstPass:
     ) -> None:
         """Finds values and gradients that depend on the other samples of a micro-batch, in evaluation and in training:
         takes each half alone. If a pass draws, it has each half twice, so that each sample gets the same numbers. Then
-        finds values that the passes have changed for later ones, also those of training for evaluation."""
+        finds values that the passes have changed for later ones, if layers keep anything."""
         size, evaluated = len(ids) // 2, None
         for trains in (False, True) if size else ():
             take, mixed = partial(take_pass, trains), dict[str, None]()
@@ -86,7 +86,7 @@ class FirstPass:
                     mixed |= {name: None for name in part.values if not part.is_close(whole, name, tolerance, half)}
                     rest, norm = rest - part.gradient, norm + float(part.gradient.norm())
                 is_sum = whole.draws_backwards or float(rest.norm()) <= 10 * tolerance * norm
-                again = take(batch, slice(None))
+                again = take(batch, slice(None)) if self.keeps or mixed or not is_sum else whole
             except Exception:  # a model that cannot take half a batch
                 continue
             self.draws_in_evaluation |= whole.draws and not trains
@@ -96,7 +96,7 @@ class FirstPass:
             self.moves |= len(same) < len(whole.values)
             self.mixes += [name for name in mixed if name in same]
             self.mixes_gradients |= not is_sum and not mixed and torch.equal(again.gradient, whole.gradient)
-        if evaluated is not None and not self.written:  # as BatchNorm's statistics are
+        if self.keeps and evaluated is not None and not self.written:  # as BatchNorm's statistics are
             later = take_pass(False, fetch(ids[: 2 * size]), slice(None))
             self.moves |= not all(later.is_close(evaluated, name, tolerance) for name in evaluated.values)
 

@@ -118,7 +118,9 @@ class ReferenceRun:
                 epoch = number // plan.steps_per_epoch
                 fetch = lambda ids: next(batches(setup.train_set, [(epoch, ids)], device, plan.config))  # noqa: E731
                 take = partial(outcome_of, model, as_numbered_step(setup.forward_step), number)
+                names, compares.keeps = compares.keeps, (self.changes or changes).in_model
                 compares.compare_halves(take, fetch, few, BF16[""] if self.is_low else LATER)
+                compares.keeps = names
         self.changes = self.changes or changes
         for name in changes.lost:
             raise UsageError(
