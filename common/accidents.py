@@ -62,7 +62,7 @@ def folders() -> dict[str, Path]:
 
 
 def advice(error: BaseException) -> str | None:
-    """One line for an error that the machine caused, directly or not: what is missing, what to type; else None."""
+    """One line for an error that the machine or a tokenizer caused, perhaps indirectly: what to type; else None."""
     for each in chain(error):
         if (line := _cache(each) or _open_files(each) or _worker(each) or _unknown_word(each)) is not None:
             return line

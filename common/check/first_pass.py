@@ -36,6 +36,7 @@ class FirstPass:
     draws_in_evaluation: bool = False  # whether it draws from a generator in evaluation mode, too
     # names of variables and numbers that `forward_step` or a layer changes at each call
     keeps: list[str] = field(default_factory=list)
+    holds: bool = False  # whether layers hold anything, state or a cache, that steps change
     moves: bool = False  # whether a pass changes what later ones use: another evaluation would change them
     files: list[str] = field(default_factory=list)  # that it opens for writing
     differentiates: str = ""  # the name of a weight by which it differentiates
@@ -50,7 +51,7 @@ class FirstPass:
         before = {name: (tensor, tensor._version) for name, tensor in module.named_parameters()}
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}  # BatchNorm changes no version
         states = generator_states(device)
-        grad, names = torch.autograd.grad, {id(weight): name for name, weight in module.named_parameters()}
+        grad, names = torch.autograd.grad, {id(weight): name for name, (weight, _) in before.items()}
 
         def noted_grad(outputs: Any, inputs: Any, *args: Any, **named: Any) -> Any:
             given = [inputs] if isinstance(inputs, Tensor) else [*inputs]
@@ -74,7 +75,7 @@ class FirstPass:
     ) -> None:
         """Finds values and gradients that depend on the other samples of a micro-batch, in evaluation and in training:
         takes each half alone. If a pass draws, it has each half twice, so that each sample gets the same numbers. Then
-        finds values that the passes have changed for later ones, if layers keep anything."""
+        finds values that the passes have changed for later ones, if layers hold anything."""
         size, evaluated = len(ids) // 2, None
         for trains in (False, True) if size else ():
             take, mixed = partial(take_pass, trains), dict[str, None]()
@@ -86,7 +87,7 @@ class FirstPass:
                     mixed |= {name: None for name in part.values if not part.is_close(whole, name, tolerance, half)}
                     rest, norm = rest - part.gradient, norm + float(part.gradient.norm())
                 is_sum = whole.draws_backwards or float(rest.norm()) <= 10 * tolerance * norm
-                again = take(batch, slice(None)) if self.keeps or mixed or not is_sum else whole
+                again = take(batch, slice(None)) if self.holds or mixed or not is_sum else whole
             except Exception:  # a model that cannot take half a batch
                 continue
             self.draws_in_evaluation |= whole.draws and not trains
@@ -96,7 +97,7 @@ class FirstPass:
             self.moves |= len(same) < len(whole.values)
             self.mixes += [name for name in mixed if name in same]
             self.mixes_gradients |= not is_sum and not mixed and torch.equal(again.gradient, whole.gradient)
-        if self.keeps and evaluated is not None and not self.written:  # as BatchNorm's statistics are
+        if self.holds and evaluated is not None and not self.written:  # as BatchNorm's statistics are
             later = take_pass(False, fetch(ids[: 2 * size]), slice(None))
             self.moves |= not all(later.is_close(evaluated, name, tolerance) for name in evaluated.values)
 

@@ -54,11 +54,9 @@ class Rehearsal:
         try:
             with with_full_weights(run.setup.model):  # what is on disk stays there, as in the other processes
                 steps = run.steps(numbers, None, compares=first_pass, first=number)
-                moved, held = (
-                    Perturbed.take(run, numbers, ROUNDINGS[0], number).steps,
-                    run.changes and run.changes.in_model,
-                )
-                return cls(steps, moved, first, run.is_low, " or ".join((held or [])[:2]))
+                moved = Perturbed.take(run, numbers, ROUNDINGS[0], number).steps
+                held = run.changes.in_model[:2] if run.changes else []
+                return cls(steps, moved, first, run.is_low, " or ".join(held))
         except Exception:  # the run will show it, with the step and its samples
             return None
 

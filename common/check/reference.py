@@ -118,9 +118,8 @@ class ReferenceRun:
                 epoch = number // plan.steps_per_epoch
                 fetch = lambda ids: next(batches(setup.train_set, [(epoch, ids)], device, plan.config))  # noqa: E731
                 take = partial(outcome_of, model, as_numbered_step(setup.forward_step), number)
-                names, compares.keeps = compares.keeps, (self.changes or changes).in_model
+                compares.holds = bool((self.changes or changes).in_model)
                 compares.compare_halves(take, fetch, few, BF16[""] if self.is_low else LATER)
-                compares.keeps = names
         self.changes = self.changes or changes
         for name in changes.lost:
             raise UsageError(
@@ -264,10 +263,8 @@ def take_reference(run: ReferenceRun, numbers: range, first_pass: FirstPass) -> 
         raise NotChecked("one device has too little memory for the whole model") from None
     assert run.changes is not None
     first_pass.keeps = run.changes.names + run.changes.in_model * first_pass.moves
-    first_pass.moves, first_pass.files = (
-        first_pass.moves or bool(first_pass.keeps or run.changes.generators),
-        run.changes.files,
-    )
+    first_pass.moves |= bool(first_pass.keeps or run.changes.generators)
+    first_pass.files = run.changes.files
     types = {str(weight.dtype).removeprefix("torch.") for weight in setup.model.parameters() if weight.requires_grad}
     low = first_pass.low_weights = ", ".join(types & {"bfloat16", "float16"})
     first_pass.has_low_layers = run.is_low and not low and setup.plan.layout.precision == "float32"

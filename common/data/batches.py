@@ -100,7 +100,7 @@ def draws_for_batches(dataset: MapDataset) -> bool:
     collate_fn = dataset.collate_fn if isinstance(dataset, Collated) else default_collate
     inner = dataset.dataset if isinstance(dataset, Collated) else dataset
     before = generator_states(CPU)
-    samples = inner.__getitems__([0]) if hasattr(inner, "__getitems__") else [inner[0]]
+    samples = _read(inner, 0)
     if not hasattr(inner, "__getitems__"):
         before = generator_states(CPU)
     collate(samples, 1, collate_fn)
@@ -114,9 +114,13 @@ def keeps_draws(dataset: MapDataset) -> bool:
     for _ in range(2):
         seed_sample(0, 0, last)
         start = generator_states(CPU)
-        inner.__getitems__([last]) if hasattr(inner, "__getitems__") else inner[last]
+        _read(inner, last)
         states.append(generator_states(CPU) != start)
     return states == [True, False]
+
+
+def _read(inner: MapDataset, index: int) -> Any:
+    return inner.__getitems__([index]) if hasattr(inner, "__getitems__") else [inner[index]]
 
 
 def _sample(dataset: MapDataset, index: int, seed: int, epoch: int) -> Any:

@@ -80,7 +80,7 @@ def counted(losses: Tensor) -> Tensor:
 
 def looked_at(model: nn.Module, values_of: Any, number: int = len(LENGTHS), **given: Any) -> FirstPass:
     torch.manual_seed(0)
-    found = FirstPass(**{"keeps": ["calls"]} | given)
+    found = FirstPass(**{"holds": True} | given)
     found.compare_halves(partial(outcome_of, model.train(), values_of, 0), fetch, torch.arange(number), 1e-3)
     assert model.training and all(weight.grad is None for weight in model.parameters())
     return found

@@ -24,6 +24,7 @@ from accelerate_recipes.common.tasks.nlp.translations import load_translations
 from accelerate_recipes.common.tasks.reading.labelled_images import load_image_splits
 from accelerate_recipes.common.tasks.reading.mixture import weights_of
 from accelerate_recipes.common.tasks.reading.sources import load_tables, names_of_splits
+from accelerate_recipes.common.tasks.reading.text_files import local_path
 
 
 @pytest.fixture(autouse=True)
@@ -137,7 +138,8 @@ def test_what_is_no_path_and_no_id(data: str) -> None:
         )
 
 
-def test_an_empty_path() -> None:
+def test_an_empty_path(tmp_path: Path) -> None:
+    assert local_path("", tmp_path) == tmp_path  # an empty cell of a table: its reader names the row
     with pytest.raises(UsageError, match="a path is empty: use the path of a file or folder"):
         load_tables("", "")
 

@@ -305,7 +305,6 @@ def _builder_of(data: str) -> Any:
 
 def _find_files(data: str, advice: str) -> tuple[Files, dict[str, Any]]:
     """Like `table_files` of a Hub id, or a folder with a card: the files whose types `datasets` would guess, if any."""
-
     with _errors_in_one_line(data, advice):
         builder = _builder_of(data)
     if builder.name not in ("csv", "json"):
@@ -326,12 +325,13 @@ def check_not_streamed(data: str, max_samples: int | None) -> None:
 
 def names_of_splits(data: str, splits: Iterable[str]) -> list[str]:
     """The names of the training split and of those for evaluation, the best first. Raises UsageError."""
-    given, end = {name.lower(): name for name in splits}, f"_{split_name(data)[1].lower()}"
+    given, (source, end) = {name.lower(): name for name in splits}, split_name(data)
+    end = f"_{end.lower()}"
     each = [[word for name in names for word in (name + end, name) if word in given] for names in SPLITS.values()]
     train, *others = ([given[word] for word in words] for words in each)
     if given and not train:
         ends = [name.partition("_")[2] for name in given.values() if name.startswith("train_")]
-        advice = f": use --data {split_name(data)[0]}:{ends[0]} for train_{ends[0]}" if ends else ""
+        advice = f": use --data {source}:{ends[0]} for train_{ends[0]}" if ends else ""
         raise UsageError(f"--data {data}: expected a train split, found {', '.join(given.values())}{advice}")
     return [*train[:1], *chain(*others)]
 

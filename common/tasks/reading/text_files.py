@@ -30,7 +30,7 @@ def local_path(data: str, folder: Path = Path()) -> Path:
     """The path that a user typed, which may begin at a folder: unchanged, or with ~ for the home folder if there is
     no such file. Raises UsageError for a name that no file can have."""
     path = folder / data
-    if not data:
+    if not data and folder == Path():  # else the caller names the cell
         raise UsageError("a path is empty: use the path of a file or folder, or leave the flag out")
     try:
         return path if path.exists() else folder / Path(data).expanduser()
