@@ -84,6 +84,11 @@ def _write(reader: "Reader", folder: Path, dtype: str) -> Path:
         from accelerate_recipes.common.tasks.models.lora import Adapter
 
         adapter = Adapter(None, base)  # the settings are among the small files
+    settings = files / "config.json"
+    try:
+        config = json.loads(settings.read_text(encoding="utf-8")) if settings.exists() else {}
+    except ValueError as error:
+        raise UsageError(f"{settings} is damaged ({error}): copy the config.json of the model there") from None
     with rewrite(folder) as aside:
         if files.is_dir():
             shutil.copytree(files, aside, dirs_exist_ok=True)
@@ -92,9 +97,7 @@ def _write(reader: "Reader", folder: Path, dtype: str) -> Path:
         keys = {name: f"{'average' if f'average.{name}' in reader.tensors else 'model'}.{name}" for name in names}
         weights = ((name, reader.tensor(key)) for name, key in keys.items())
         write_weights(weights, aside, getattr(torch, str(wanted), None), adapter)
-        settings = aside / "config.json"
-        config = json.loads(settings.read_text(encoding="utf-8")) if settings.exists() else {}
         if dtype != "auto" and "model_type" in config:
             text = json.dumps(config | {"dtype": dtype}, indent=2, sort_keys=True)
-            settings.write_text(f"{text}\n", encoding="utf-8")
+            (aside / settings.name).write_text(f"{text}\n", encoding="utf-8")
     return files

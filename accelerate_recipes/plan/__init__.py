@@ -22,7 +22,8 @@ def plan(
         list[str] | None, typer.Option(help="config by name or path; repeatable (default: a table of all configs)")
     ] = None,
     num_processes: Annotated[
-        int | None, typer.Option("--num_processes", help="GPUs on all machines (default: the config's)", min=1)
+        int | None,
+        typer.Option("--num_processes", help="GPUs on all machines (default: the config's)", min=1, max=10**6),
     ] = None,
     num_machines: Annotated[
         int | None, typer.Option("--num_machines", help="machines (default: the config's)", min=1)

@@ -60,6 +60,9 @@ class ParityCheck:
         is_wrapped = group.size > 1 or main_strategy(self.layout) is not DDP
         num_steps = config.check_steps if is_wrapped else 0
         self.numbers = range(self.first, min(self.first + num_steps, self.plan.num_steps))
+        if setup.may_follow_evaluations:  # the reference does not evaluate
+            after = (number + 1 for number in self.numbers if self.plan.evaluates(number + 1))
+            self.numbers = range(self.first, next(after, self.numbers.stop))
         self._setup = setup
         self._reference: Reference | None = None  # only the main process has one
         self._rehearsal: Rehearsal | None = None  # the same

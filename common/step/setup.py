@@ -57,6 +57,11 @@ class Setup:
         loss = options.get("batch_loss")
         return cls(accelerator, model, optimizer, forward_step, plan, loss, train_set, eval_sets, options)
 
+    @property
+    def may_follow_evaluations(self) -> bool:
+        """Whether the learning rate may follow what `fit` tells other functions of evaluations."""
+        return bool(self.options.get("schedule") and {"summarize", "examples"} & {*self.options})
+
     def first_batch(self, size: int | None = None) -> Batch:
         """The first micro-batch of the run, or its first `size` samples, on the CPU, the same in all processes."""
         epoch, ids = next(self.plan.global_micro_batches(0))

@@ -88,3 +88,7 @@ def test_type_and_mistakes(tmp_path: Path, tool: Callable[..., Run]) -> None:
     assert not (tmp_path / "new").exists()
     made = tool(run.output_dir, tmp_path / "new", "--json")
     assert json.loads(made.stdout)["step"] == 2 and f"{checkpoint} is not a complete checkpoint" in made.stderr
+    (checkpoint.parent / "model_files" / "config.json").write_text('{"model_type')
+    refused = tool(run.output_dir, tmp_path / "damaged")
+    assert refused.exit_code == 2 and "config.json is damaged (Unterminated string" in refused.stderr
+    assert not (tmp_path / "damaged").exists()

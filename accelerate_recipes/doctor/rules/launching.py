@@ -145,9 +145,9 @@ def address(config: Config) -> Iterator[Finding]:
 def port(config: Config) -> Iterator[Finding]:
     """A port that is not a number, or port 0 on several machines: each would choose a different one."""
     value = config.values.get("main_process_port")
-    if value is not None and not str(value).isdecimal():
+    if value is not None and not (str(value).isdecimal() and int(value) < 2**16):
         cure = by_hand("main_process_port", value)
-        yield Finding(f"main_process_port is {value}", "the launcher needs a whole number", cure)
+        yield Finding(f"main_process_port is {value}", "the launcher needs a whole number below 65536", cure)
     if config.num_machines > 1 and value == 0:
         yield Finding(
             f"main_process_port is 0, with num_machines: {config.num_machines}",
