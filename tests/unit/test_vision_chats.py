@@ -126,6 +126,26 @@ def test_answers_beyond_the_limit_are_named() -> None:
     assert encoder_of("gemma3", first).sample(*CHATS[0])["weight"] == 1
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_of_images_in_a_text_are_refused(family: str) -> None:
+    encoder = encoder_of(family)
+    assert encoder.processor.tokenizer.convert_ids_to_tokens(encoder.image_token) in encoder._marks
+    for mark in encoder._marks:
+        messages = turns(f"What is {mark}?", "A stone.", images=(1,))
+        with pytest.raises(UsageError, match=re.escape(f"a text has {mark}, which the processor writes for an image")):
+            encoder.sample(messages, [image(0)])
+
+
+def test_columns_with_json(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    image(0).save(tmp_path / "a.png")
+    row = {"messages": json.dumps(turns("Why?", "So.", images=(1,))), "images": '["a.png"]', "id": "1"}
+    (tmp_path / "chats.jsonl").write_text(f"{json.dumps(row)}\n" * 2)
+    train, _ = load_vision_chats(str(tmp_path / "chats.jsonl"), "messages", "images")
+    messages, images = train.read(0)
+    assert messages == turns("Why?", "So.", images=(1,)) and images[0].size == image(0).size
+    assert "columns not read: id" in capsys.readouterr().out
+
+
 def test_conversations_without_an_answer_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """ShareGPT's form, as LLaVA's data have it."""
     asked = {"from": "human", "value": "<image>What?"}

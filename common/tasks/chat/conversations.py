@@ -57,7 +57,7 @@ class Conversation:
         """A row's conversation: messages of this column or "conversations"; prompt, completion. Raises UsageError."""
         for name in (column, "conversations"):
             if name in row:
-                return cls(check_messages(as_messages(_json_of(row, name, list))), 0, options_of(row))
+                return cls(check_messages(as_messages(json_of(row, name, list))), 0, options_of(row))
         prompt = as_messages(row["prompt"], "user")
         messages = check_messages(prompt + as_messages(row["completion"], "assistant"))
         return cls(messages, len(prompt), options_of(row))
@@ -138,12 +138,13 @@ def _check_json(value: Any, where: str) -> None:
 def options_of(row: dict[str, Any]) -> dict[str, Any]:
     """What a row has for the template besides messages: its columns tools (a list of JSON schemas) and
     chat_template_kwargs (a dict), each perhaps as JSON. Raises UsageError."""
-    found = dict(_json_of(row, "chat_template_kwargs", dict) or {})
-    tools = [_json_of({"tools": tool}, "tools", dict) for tool in _json_of(row, "tools", list) or []]
+    found = dict(json_of(row, "chat_template_kwargs", dict) or {})
+    tools = [json_of({"tools": tool}, "tools", dict) for tool in json_of(row, "tools", list) or []]
     return found | ({"tools": tools} if tools else {})
 
 
-def _json_of(row: dict[str, Any], name: str, kind: type) -> Any:
+def json_of(row: dict[str, Any], name: str, kind: type) -> Any:
+    """A cell of this kind, perhaps as JSON, without values that are None. Raises UsageError."""
     value = row.get(name)
     try:
         value = _without_none(json.loads(value) if isinstance(value, str) and value.strip() else value)

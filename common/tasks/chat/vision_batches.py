@@ -44,6 +44,10 @@ class VisionEncoder:
         small, wide = Image.new("RGB", (48, 48), "white"), Image.new("RGB", (96, 48), "grey")
         both = self._process(render(_asking(2), processor), [small, wide])
         length = both["input_ids"].shape[1]
+        without = self._process(render(_asking(0), processor), [])["input_ids"][0].tolist()
+        found = {*both["input_ids"][0].tolist()} - {*without}
+        added = processor.tokenizer.added_tokens_decoder.items()
+        self._marks = [str(token) for number, token in added if number in found and token.special]
         of_images = {name: value for name, value in both.items() if name not in NOT_OF_IMAGES}
         # Lists: the order of a set, and so that of a sample's tensors, would differ between processes.
         self.of_tokens = [name for name, value in of_images.items() if value.shape == (1, length)]
@@ -100,6 +104,9 @@ class VisionEncoder:
         image follows answers, these are found in the conversation up to the last of them.
         """
         shown = [sum(part["type"] == "image" for part in message["content"]) for message in messages]
+        texts = [part["text"] for message in messages for part in message["content"] if part["type"] == "text"]
+        for mark in [mark for mark in self._marks if any(mark in text for text in texts)]:
+            raise UsageError(f"a text has {mark}, which the processor writes for an image: remove it")
         if any(number and message["role"] == "assistant" for number, message in zip(shown, messages)):
             raise UsageError("an answer has an image, which a model cannot learn to write: move it to a question")
         after = max((turn + 1 for turn, number in enumerate(shown) if number), default=0)

@@ -17,7 +17,7 @@ from ..reading.rows import Table, holds_images
 from ..reading.sources import check_not_streamed, divide, load_tables
 from ..reading.text_files import local_path
 from .chats import HELD_OUT
-from .conversations import EXPECTED, Conversation, as_messages, check_messages
+from .conversations import EXPECTED, Conversation, as_messages, check_messages, json_of
 
 Messages = list[dict[str, Any]]  # [{"role": ..., "content": [{"type": "image"} or {"type": "text", "text": ...}]}]
 Images = list[Image.Image]  # in RGB
@@ -105,6 +105,7 @@ class _Rows:
                     f"--data {data} has no column {images}: use --images_column with one of {', '.join(of_images)}"
                 )
             say(f"--data {data} has no column {images}: the only images are those in parts of its messages")
+        table.say_unread(messages, images)
 
     def find_answered(self, data: str) -> list[int]:
         """The numbers of the conversations with an answer; a line counts others. Raises UsageError if there is none."""
@@ -118,8 +119,10 @@ class _Rows:
     def __call__(self, number: int) -> tuple[Messages, Images]:
         row = self.rows[number]
         images = row.get(self.images)
+        if isinstance(images, str) and images.startswith("["):
+            images = json_of(row, self.images, list)
         given = [] if images is None else images if isinstance(images, list) else [images]
-        messages, given = with_parts(row[self.messages], given)
+        messages, given = with_parts(json_of(row, self.messages, list), given)
         return messages, [_open(image, self.folder, self.opener) for image in given]
 
 
