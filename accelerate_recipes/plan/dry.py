@@ -80,6 +80,8 @@ def _measure(case: Case, last: bool, gpu: Gpu, *arguments: Any, **options: Any) 
     why_not = why_not_checked(layout.precision, num_bytes, gpu.usable)
     run, offloads = _run(setup, check_steps, why_not), layout.environment.is_true("fsdp_offload_params")
     if layout.pp > 1:
+        if setup.batch_loss is not None:
+            return NoPlan(failed="its batch_loss needs what other stages compute")
         setup = replace(setup, plans={PIPELINE.name: cut_without_values(setup, gpu)})
     step = DryRun(with_plans(setup), gpu, last).measure()
     if offloads:  # to the CPU's memory: a GPU holds what is gathered

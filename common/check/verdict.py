@@ -113,9 +113,9 @@ def _causes_in_the_recipe(
                 f"the recipe asks for {what} ({place}): leave that out; the loss is the mean over the samples of all "
                 "processes already"
             )
-    for name in changes.names:
+    for name in first.keeps:
         yield (
-            f"the recipe's functions change {name} when they are called, and each process calls them less often than "
+            f"forward_step or a layer changes {name} when it is called, and each process calls it less often than "
             "a single process: give forward_step a third argument, step, the number of the optimizer step"
         )
     for one, other in [changes.sharing[name] for _, name in gaps if name in changes.sharing]:

@@ -47,8 +47,9 @@ class Strategy:
     # instead; "" if it cannot. `verdict` in check/ fills it in. Below: where only the weights differ.
     cause_at_once: ClassVar[str] = ""
     cause_in_update: ClassVar[str] = (
-        "{optimizer} does not get each weight whole, or keeps weights outside param_groups and state; or a hook finds "
-        "weights by id(p), and the config makes new ones; or forward_step takes gradients itself, as a penalty does: "
+        "{optimizer} or a schedule does not get each weight whole, or keeps weights outside param_groups and state; or "
+        "a hook finds weights by id(p), and the config makes new ones; or forward_step takes gradients itself, as a "
+        "penalty does: "
         "use {fallback}"
     )
 
