@@ -44,7 +44,7 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     for item in items:
         if "unit" in item.path.parts:
             item.add_marker(pytest.mark.quick)
-        is_drawn = zlib.crc32(item.name.encode()) % 6 == 0 or cases[item.path, item.originalname] <= MANY_CASES
+        is_drawn = zlib.crc32(item.name.encode()) % 8 == 0 or cases[item.path, item.originalname] <= MANY_CASES
         if not is_drawn and not has(item, "quick", "every_case"):
             item.add_marker(pytest.mark.full)
         if has(item, "full", "large"):

@@ -72,7 +72,10 @@ def write_what_it_reads(command: str, tmp_path: Path) -> None:
     (tmp_path / "path" / "to" / "table.csv").write_text("\n".join(["rooms,age,price", *rows]))
     texts = [f"{word} {word},{word}" for word in ("good", "bad", "fair")] * 30
     (tmp_path / "path" / "to" / "texts.csv").write_text("\n".join(["review,stars", *texts]))
-    pairs = ["question,answer,score", *(f"where is {word},{word} is here,{len(word)}" for word in ("one", "two") * 30)]
+    pairs = [
+        "question,answer,score",
+        *(f"where is {word},{word} is here,{len(word)}" for word in ("one", "three") * 30),
+    ]
     (tmp_path / "path" / "to" / "pairs.csv").write_text("\n".join(pairs))
     tags = [*("ada B-PER\nwrites O\n", "a O\nprogram B-THING\n") * 20]
     (tmp_path / "path" / "to" / "tags.conll").write_text("\n".join(tags))
@@ -83,7 +86,7 @@ def write_what_it_reads(command: str, tmp_path: Path) -> None:
     (tmp_path / "path" / "to" / "squad.json").write_text(json.dumps(squad))
     chat = {"messages": [{"role": "user", "content": "one two"}, {"role": "assistant", "content": "three"}]}
     (tmp_path / "path" / "to" / "chats.jsonl").write_text("\n".join([json.dumps(chat)] * 40))
-    pair = {"prompt": "one two", "chosen": "three", "rejected": "four"}
+    pair = {"prompt": "one two ", "chosen": "three", "rejected": "four"}
     (tmp_path / "path" / "to" / "pairs.jsonl").write_text("\n".join([json.dumps(pair)] * 40))
     for name in ("file.txt", "tinyshakespeare.txt"):
         (tmp_path / "path" / "to" / name).write_text("one two three four " * 500)

@@ -124,12 +124,9 @@ def test_measures_and_the_export(tmp_path: Path, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "kind"),
     [
-        ("fsdp2", "detr"),
-        *(
-            pytest.param(config, kind, marks=pytest.mark.full)
-            for config in ("ddp", "deepspeed_zero3", "tensor_parallel")
-            for kind in ("detr", "yolos")
-        ),
+        pytest.param(config, kind, marks=pytest.mark.full)
+        for config in ("ddp", "fsdp2", "deepspeed_zero3", "tensor_parallel")
+        for kind in ("detr", "yolos")
     ],
 )
 def test_one_result_of_a_pretrained_model(tmp_path: Path, folder: Path, config: str, kind: str) -> None:

@@ -92,10 +92,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case",
-    [each if each == "negatives" else pytest.param(each, marks=pytest.mark.full) for each in CASES],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES)
 def test_one_result(tmp_path: Path, case: str) -> None:
     """Losses, measures and weights, under processes, shards and accumulation."""
     pooling, flags = CASES[case]

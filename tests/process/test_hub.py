@@ -82,6 +82,7 @@ FAILURES = [
         {"HF_HUB_DISABLE_XET": "0", "ACCELERATE_RECIPES_HUB_TIMEOUT": "0.4"},
         "TimeoutError: no end after 4 s",
         id="silence of the storage",
+        marks=pytest.mark.full,
     ),
     pytest.param({"status": 403, "fails_at": "/commit/main"}, {}, "403", id="no rights", marks=pytest.mark.full),
     pytest.param({}, {"HF_ENDPOINT": "http://127.0.0.1:9"}, "ConnectError", id="no Hub", marks=pytest.mark.full),

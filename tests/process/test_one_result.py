@@ -70,6 +70,9 @@ OFTEN = {
     "speech": ("ddp",),
     "vision language": ("ddp",),
 }
+# Their models are larger; their certificates are of 20 steps, too.
+SLOW = ("text classification", "finetune", "distillation", "preferences", "image classification", "segmentation")
+SLOW += ("detection", "speech", "vision language")
 # Of four and eight processes: test_products.py compares a model of transformers under these, in float64.
 PRODUCTS = ("hsdp", "fsdp2_tensor_parallel", "hsdp_tensor_parallel", "fsdp2_sequence_parallel", "fsdp2_pipeline")
 PRODUCTS += ("fsdp2_tensor_pipeline",)
@@ -82,7 +85,7 @@ QUICK = ("fsdp2", "tensor_parallel", "sequence_parallel", "pipeline_parallel")
 def pair(config: str, recipe: str) -> Any:
     """A parameter of a test, with its marks."""
     is_rare = config not in OFTEN.get(recipe, [name for name in FLOAT32_CONFIGS if name not in PRODUCTS])
-    is_quick = config == "ddp" or (recipe == "transformer" and config in QUICK)
+    is_quick = (config == "ddp" and not is_rare) or (recipe == "transformer" and config in QUICK)
     marks = pytest.mark.quick if is_quick else pytest.mark.full if is_rare else []
     return pytest.param(config, recipe, marks=marks)
 
@@ -97,6 +100,7 @@ def test_config_gives_the_result_of_one_process(
     tmp_path: Path, reference: Callable[..., Run], config: str, recipe: str
 ) -> None:
     script, arguments = RECIPES[recipe]
+    arguments += " --max_steps 10" * (recipe in SLOW)
     run = fork(tmp_path / "run", config, script, arguments + FLAGS.get(config, ""))
     assert_same_result(run, reference(script, arguments))
     assert run.card["precision"] == "float32"

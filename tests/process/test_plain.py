@@ -55,8 +55,8 @@ def test_command_works_as_it_stands(tmp_path: Path, path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "arguments"),
     [
-        ("ddp.py", ""),
         *rarely(
+            ("ddp.py", ""),
             ("gradients_by_hand.py", "--processes 1"),
             ("evaluation.py", ""),
             ("distributed_optimizer.py", ""),

@@ -103,11 +103,8 @@ def test_measures_are_those_of_torchmetrics() -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        "fsdp2",
-        *(
-            pytest.param(config, marks=pytest.mark.full)
-            for config in ("ddp", "deepspeed_zero3", "pipeline_parallel", "fsdp2_pipeline")
-        ),
+        pytest.param(config, marks=pytest.mark.full)
+        for config in ("ddp", "fsdp2", "deepspeed_zero3", "pipeline_parallel", "fsdp2_pipeline")
     ],
 )
 def test_one_result_of_a_pretrained_model(tmp_path: Path, folder: Path, config: str) -> None:

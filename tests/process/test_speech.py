@@ -110,7 +110,10 @@ def test_classes(tmp_path: Path, folder: Path) -> None:
     assert first == f"{best[0]['label']}: {best[0]['score']:.1%}"
 
 
-@pytest.mark.parametrize("target", ["text", "class"])
+TARGETS = ["text", pytest.param("class", marks=pytest.mark.full)]
+
+
+@pytest.mark.parametrize("target", TARGETS)
 def test_padding_changes_nothing(tmp_path: Path, folder: Path, target: str) -> None:
     flags = f"{flags_of(folder, target)} {SLOWLY}"
     expected = fork(tmp_path / "whole", "single", SCRIPT, flags)
@@ -129,7 +132,7 @@ def test_padding_changes_nothing(tmp_path: Path, folder: Path, target: str) -> N
         ),
     ],
 )
-@pytest.mark.parametrize("target", ["text", "class"])
+@pytest.mark.parametrize("target", TARGETS)
 def test_one_result_of_a_pretrained_model(tmp_path: Path, folder: Path, config: str, target: str) -> None:
     flags = f"{flags_of(folder, target)} {SLOWLY}"
     stages = " --pipeline_stages 2" * ("pipeline" in config)
@@ -137,6 +140,7 @@ def test_one_result_of_a_pretrained_model(tmp_path: Path, folder: Path, config: 
     assert_same_result(fork(tmp_path / config, config, SCRIPT, flags + stages), expected)
 
 
+@pytest.mark.full
 def test_a_model_that_padding_changes(tmp_path: Path, folder: Path) -> None:
     """Its results are those of the same recordings alone."""
     write_wav2vec2(tmp_path / "group", feat_extract_norm="group")
@@ -215,10 +219,7 @@ def test_texts_of_whisper(folder: Path, trained: Run) -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [
-        "fsdp2",
-        *(pytest.param(config, marks=pytest.mark.full) for config in ("ddp", "deepspeed_zero3", "tensor_parallel")),
-    ],
+    [pytest.param(config, marks=pytest.mark.full) for config in ("ddp", "fsdp2", "deepspeed_zero3", "tensor_parallel")],
 )
 def test_one_result_of_whisper(tmp_path: Path, folder: Path, trained: Run, config: str) -> None:
     """Losses, weights, and texts of several lengths. The tokenizer's files name the language."""

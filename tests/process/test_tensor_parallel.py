@@ -13,7 +13,7 @@ from support.recipes import USERS
 from support.runs import Run, largest_difference, refused
 
 WRONG_PLAN = "tests/scripts/wrong_plan.py"
-OFTEN = ("gpt2", "encoder", "deepseek_v2")
+OFTEN = ("gpt2", "deepseek_v2")
 # {model: the share of its weights that is divided, in %}
 SHIPPED = {"experts": 99, "deepseek_v2": 90, "phi3": 99}
 DERIVED = {"gpt2": 27, "encoder": 34, "encoder_decoder": 94, "vit": 55, "swin": 50, "convnext": 54, "dinov2": 64}

@@ -11,7 +11,7 @@ from filelock import FileLock
 from accelerate_recipes.verify.runs import Launch
 from support.launching import ACCELERATE_LAUNCH, CONFIGS, environment, execute, fork
 from support.recipes import LINEAR
-from support.runs import ROOT
+from support.runs import ROOT, Run
 from support.tool import tool
 
 DRIFTS = ROOT / "tests" / "scripts" / "drifts.py"
@@ -30,26 +30,43 @@ def state_of(folder: Path) -> dict[str, tuple[int, bytes]]:
     return {str(path): (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"") for path in paths}
 
 
+def drifting(folder: Path, *flags: str) -> Run:
+    """A run that a command of a user starts in this folder."""
+    (folder / "ours.yaml").write_text((CONFIGS / "ddp.yaml").read_text())
+    flags = ("--output_dir", "run", "--divides", "--seed", "3", *flags)
+    command = [*ACCELERATE_LAUNCH, "--config_file", "ours.yaml", "--main_process_port", "0", str(DRIFTS), *flags]
+    run = execute(command, folder, folder / "run")
+    (folder / "ours.yaml").unlink()
+    return run
+
+
+@pytest.mark.full
+def test_a_fault_after_the_first_steps_ends_a_rehearsal(tmp_path: Path) -> None:
+    run = drifting(tmp_path)
+    assert run.card["checked_steps"] == 2
+    assert run.exit_code and "DDP does not give the result of one process: in step 9, " in run.stderr
+
+
 def test_a_fault_after_the_first_steps_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The run was started by a command of a user; its config and flags are those of the checkpoint."""
-    config = tmp_path / "ours.yaml"
-    config.write_text((CONFIGS / "ddp.yaml").read_text())
-    flags = ["--output_dir", "run", "--divides", "--seed", "3", "--overwrite_output_dir"]
-    command = [*ACCELERATE_LAUNCH, "--config_file", "ours.yaml", "--main_process_port", "0", str(DRIFTS), *flags]
-    run = execute(command, tmp_path, tmp_path / "run")
-    assert run.card["checked_steps"] == 2
-    assert run.exit_code and "DDP does not give the result of one process: in step 9, " in run.stderr  # of a rehearsal
-    run = execute([*command, "--check_steps", "0"], tmp_path, tmp_path / "run")
+    """Config and flags are those of the checkpoint."""
+    run = drifting(tmp_path, "--check_steps", "0")
     assert run.exit_code == 0 and run.checkpoints[-1] == 9  # in silence
-    config.unlink()
     before = state_of(tmp_path / "run")
     assert tool(monkeypatch, "verify", str(DRIFTS), "--checkpoint", "run/checkpoints/step_00000006") == 1
     assert state_of(tmp_path / "run") == before
     output = capfd.readouterr().out
     assert "ours  DIFFERS: DDP does not give the result of one process: in step 7, " in output
     assert "\n  likely cause: the recipe asks for num_processes (drifts.py:" in output
+
+
+@pytest.mark.full
+def test_a_checkpoint_before_the_fault_is_the_same_under_another_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    drifting(tmp_path, "--check_steps", "0")
+    capfd.readouterr()
     flags = ["--checkpoint", "run/checkpoints/step_00000002", "--config", "fsdp2", "--json"]
     with FileLock(tmp_path / "run" / ".lock"):  # as if the run went on
         before = state_of(tmp_path / "run")

@@ -34,9 +34,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return lambda family: root / family if (root / family).exists() else write(family, root / family)
 
 
-OFTEN = [("qwen2_vl", "fsdp2")]
-RARE = [
-    *(("smolvlm", "ddp"), ("gemma3", "tensor_parallel"), ("llava", "deepspeed_zero3")),
+FAMILIES = [
+    *(("qwen2_vl", "fsdp2"), ("smolvlm", "ddp"), ("gemma3", "tensor_parallel"), ("llava", "deepspeed_zero3")),
     *((family, config) for family in ("qwen2_vl", "qwen2_5_vl", "smolvlm", "llava") for config in
       ("hsdp", "deepspeed_zero2", "fsdp2_tensor_parallel")),
     *((family, config) for family in ("qwen3_vl", "gemma3", "idefics2") for config in
@@ -44,9 +43,8 @@ RARE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("family", "config"), [*OFTEN, *(pytest.param(*pair, marks=pytest.mark.full) for pair in RARE)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("family", "config"), FAMILIES)
 def test_families_give_the_result_of_one_process(
     tmp_path: Path, reference: Callable[..., Run], models: Callable[[str], Path], chats: Path, family: str, config: str
 ) -> None:

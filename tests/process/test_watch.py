@@ -38,9 +38,9 @@ def assert_stopped(run: Run, signal_name: str, steps: range) -> None:
     ("config", "signal_name", "process", "fault", "step"),
     [
         pytest.param("single", "SIGTERM", 0, "signal", 7, marks=pytest.mark.full),
-        pytest.param("ddp", "SIGUSR1", 1, "signal", 4, marks=pytest.mark.full),
+        ("ddp", "SIGUSR1", 1, "signal", 4),
         pytest.param("fsdp2", "SIGINT", 1, "evaluation", 1, marks=pytest.mark.full),
-        ("deepspeed_zero2", "SIGTERM", 0, "evaluation", 1),
+        pytest.param("deepspeed_zero2", "SIGTERM", 0, "evaluation", 1, marks=pytest.mark.full),
     ],
 )
 def test_signal_to_a_process_stops_all_at_one_step(
