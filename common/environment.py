@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import torch
@@ -134,15 +135,10 @@ def print_once(line: str) -> None:
 @contextmanager
 def without_ranks() -> Iterator[None]:
     """Removes the variables that number and count processes for the `with` block, then restores the environment."""
-    before = dict(os.environ)
-    for name in filter(RANKS.fullmatch, before):
-        del os.environ[name]
-    try:
+    with patch.dict(os.environ):
+        for name in filter(RANKS.fullmatch, list(os.environ)):
+            del os.environ[name]
         yield
-    finally:
-        if before != dict(os.environ):
-            os.environ.clear()
-            os.environ.update(before)
 
 
 def variables_of_one_process() -> dict[str, str]:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -38,16 +39,10 @@ ALONE = {
 @contextmanager
 def one_process(accelerator: Accelerator) -> Iterator[None]:
     """In the `with` block Accelerate, torch.distributed and the environment are those of a single process."""
-    states: list[dict[str, Any]] = [PartialState._shared_state, AcceleratorState._shared_state]
-    before = [{name: state[name] for name in ALONE if name in state} for state in states]
-    with _group_of_one(accelerator), without_ranks():
-        for state, own in zip(states, before):
-            state.update({name: ALONE[name] for name in own})
-        try:
-            yield
-        finally:
-            for state, own in zip(states, before):
-                state.update(own)
+    states = PartialState._shared_state, AcceleratorState._shared_state
+    of_all, own = (patch.dict(state, {name: ALONE[name] for name in ALONE if name in state}) for state in states)
+    with _group_of_one(accelerator), without_ranks(), of_all, own:
+        yield
 
 
 @contextmanager
@@ -61,15 +56,11 @@ def _group_of_one(accelerator: Accelerator) -> Iterator[None]:
     groups.group_count = count
     world, dist.GroupMember.WORLD = dist.GroupMember.WORLD, group
     answers: dict[str, Any] = {"is_initialized": False, "get_world_size": 1, "get_rank": 0}
-    functions = {name: _noting(accelerator, name, answer) for name, answer in answers.items()}
-    before = {name: getattr(dist, name) for name in functions}
-    for name, function in functions.items():
-        setattr(dist, name, function)
+    functions: dict[str, Any] = {name: _noting(accelerator, name, answer) for name, answer in answers.items()}
     try:
-        yield
+        with patch.multiple(dist, **functions):
+            yield
     finally:
-        for name, function in before.items():
-            setattr(dist, name, function)
         dist.GroupMember.WORLD = world
         dist.destroy_process_group(group)
 

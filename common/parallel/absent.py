@@ -1,8 +1,8 @@
 """Placeholders for the weights of other pipeline stages, and for tensors computed from them."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -105,11 +105,6 @@ def refuse_absent(values: Any, what: str) -> None:
             raise each.refusal(f"computes {what} from {each.origin}, besides the hidden states")
 
 
-@contextmanager
-def in_front(is_front: bool) -> Iterator[None]:
+def in_front(is_front: bool) -> AbstractContextManager[Any]:
     """Whether the pass in the `with` block begins in front of the layers of its stage."""
-    Absent.in_front = is_front
-    try:
-        yield
-    finally:
-        Absent.in_front = False
+    return patch.object(Absent, "in_front", is_front)
