@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from contextlib import ExitStack, nullcontext, redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from io import StringIO
@@ -57,16 +57,12 @@ class DryRun:
             number, dtype = 1, torch.bfloat16 if layout.precision == "bf16" else None
             remove_variables()
         mode, tracker = FakeTensorMode(allow_non_fake_inputs=True), Tracker(self.gpu, plan.config.tf32, layout.ep)
-        with ExitStack() as stack:
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
-            stack.enter_context(processes(number, number - 1 if self.last else 0))
+        with warnings.catch_warnings(action="ignore"), processes(number, number - 1 if self.last else 0):
             accelerator = _accelerator(plan.layout)
-            for each in (mode, tracker.track_freed_storages(), tracker):
-                stack.enter_context(each)
-            make_fake(model, optimizer, dtype)
-            setup = replace(self.setup, accelerator=accelerator, plan=plan)
-            return replace(self._run_steps(setup, mode, tracker, batches), zero=zero)
+            with mode, tracker.track_freed_storages(), tracker:
+                make_fake(model, optimizer, dtype)
+                setup = replace(self.setup, accelerator=accelerator, plan=plan)
+                return replace(self._run_steps(setup, mode, tracker, batches), zero=zero)
 
     def _batches(self) -> list[dict[str, Any]]:
         """The first micro-batches of this process, with their data; all others follow from these."""
@@ -129,9 +125,7 @@ def cut_without_values(setup: Setup, gpu: Gpu) -> Cut:
     """The cut of the model of a setup, on tensors without data: without the rehearsal, which compares values."""
     setup, forward_step = replace(setup, model=copied(setup.model)), as_numbered_step(setup.forward_step)
     mode, tracker, batch = FakeTensorMode(allow_non_fake_inputs=True), Tracker(gpu, False), setup.first_batch()
-    with ExitStack() as stack:
-        for each in (processes(1, 0), mode, tracker, torch.no_grad()):
-            stack.enter_context(each)
+    with processes(1, 0), mode, tracker, torch.no_grad():
         make_fake(setup.model.train(), None, None)
         batch = _fake(mode, batch)
         passes = nullcontext(lambda model: forward_step(model, batch, 0))

@@ -3,7 +3,7 @@
 import math
 import zlib
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -58,18 +58,16 @@ class Observer:
         """Takes a step. Records the first micro-batch's evaluation (`evaluates`), the modules' outputs (`modules`)."""
         own, plan = Step(modules=modules or ModuleTrace()), engine.plan
         own.ids = {plan.row(index): ids.tolist() for index, ids in enumerate(plan.own_samples(number))}
-        with ExitStack() as hooks:
-            if evaluates:
-                values = engine.share_values(evaluate_batch(engine.model, engine.evaluate, micro_batches[0], number))
-                if plan.row(0) == 0:
-                    own.evaluated[0] = on_cpu(values)
-            if modules is not None:
-                hooks.enter_context(modules.watch(engine))
-            self._own, self._engine, self._micro_batches = own, engine, micro_batches
-            try:
+        if evaluates:
+            values = engine.share_values(evaluate_batch(engine.model, engine.evaluate, micro_batches[0], number))
+            if plan.row(0) == 0:
+                own.evaluated[0] = on_cpu(values)
+        self._own, self._engine, self._micro_batches = own, engine, micro_batches
+        try:
+            with nullcontext() if modules is None else modules.watch(engine):
                 result = engine.step(number, micro_batches, wants_norm=True)
-            finally:
-                self._own, self._micro_batches = None, ()
+        finally:
+            self._own, self._micro_batches = None, ()
         for index, share in enumerate(engine.shares):
             if (row := plan.row(index)) in own.values:  # not in the first stages of a pipeline
                 own.values[row] |= on_cpu(share.metrics)

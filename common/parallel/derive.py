@@ -12,8 +12,10 @@ Names and classes of models do not matter. Layers around something that mixes fe
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -88,20 +90,17 @@ class _Passes:
         """A pass in which `give` (call, input, own output if the layers run) makes each linear layer's output. Returns
         each layer's input, and the outputs of the pass."""
         taken, number = dict[Call, Any](), Counter[str]()
-        for name, layer in self.layers.items():
+        with ExitStack() as replaced:
+            for name, layer in self.layers.items():
 
-            def forward(*args: Any, name: str = name, own: Any = layer.forward, **named: Any) -> Tensor:
-                call, given = (name, number[name]), (*args, *named.values())[0]
-                number[name] += 1
-                taken[call] = given.clone()
-                return give(call, given, own(*args, **named) if runs_layers else None)
+                def forward(*args: Any, name: str = name, own: Any = layer.forward, **named: Any) -> Tensor:
+                    call, given = (name, number[name]), (*args, *named.values())[0]
+                    number[name] += 1
+                    taken[call] = given.clone()
+                    return give(call, given, own(*args, **named) if runs_layers else None)
 
-            layer.forward = forward
-        try:
+                replaced.enter_context(patch.object(layer, "forward", forward))
             results = tree_leaves(self._forward())
-        finally:
-            for layer in self.layers.values():
-                del layer.forward
         return taken | {(OUTPUT, index): value for index, value in enumerate(results)}
 
     def pairs(self) -> list[tuple[set[str], set[str]]]:
@@ -153,10 +152,9 @@ class _Passes:
             output = self._outputs[call].clone()
             return share(output, packed[call[0]], process) if call[0] in packed else output
 
-        before = [(self._modules[name], key, getattr(self._modules[name], key)) for name, key in numbers]
-        try:
-            for module, key, value in before:
-                setattr(module, key, value // size)
+        with suppress(Exception), ExitStack() as divided:  # most often a shape that does not fit
+            for module, key in ((self._modules[name], key) for name, key in numbers):
+                divided.enter_context(patch.object(module, key, getattr(module, key) // size))
             for process in range(size):
                 taken = self._run(partial(give, process))
                 if taken.keys() != self._inputs.keys():
@@ -164,12 +162,8 @@ class _Passes:
                 for call, value in self._inputs.items():
                     if not is_same(taken[call], share(value, 1, process) if call[0] in rows else value):
                         return False
-        except Exception:  # most often a shape that does not fit
-            return False
-        finally:
-            for module, key, value in before:
-                setattr(module, key, value)
-        return True
+            return True
+        return False
 
     def _numbers(self, packed: Mapping[str, int], rows: set[str], size: int) -> Iterator[list[tuple[str, str]]]:
         """Lists of (module, attribute) that may have to be divided, in the order in which they are tried."""
@@ -196,7 +190,6 @@ def _is_plain(module: nn.Module) -> bool:
         return True
     part = {name: each[tuple(slice(size // 2) for size in each.shape)] for name, each in module.named_parameters()}
     given = torch.linspace(-1, 1, part["weight"].shape[1]).to(part["weight"])
-    try:
+    with suppress(Exception):  # what another pass makes of it
         return is_same(torch.func.functional_call(module, part, given), F.linear(given, **part))
-    except Exception:  # what another pass makes of it
-        return False
+    return False

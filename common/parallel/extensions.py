@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from accelerate.utils import patch_environment
 from filelock import FileLock
 
 BUILDING = "building_"
@@ -50,11 +51,9 @@ def load_extension() -> None:
         print("compiling a DeepSpeed extension once (about a minute)", file=sys.stderr, flush=True)
         for left in folder.glob(f"{BUILDING}*"):  # by a process that was killed
             shutil.rmtree(left, ignore_errors=True)
-        os.environ["TORCH_EXTENSIONS_DIR"] = building = tempfile.mkdtemp(prefix=BUILDING, dir=folder)
-        try:
+        building = tempfile.mkdtemp(prefix=BUILDING, dir=folder)
+        with patch_environment(TORCH_EXTENSIONS_DIR=building):
             builder.load(verbose=False)
-        finally:
-            os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
         shutil.rmtree(folder / NAME, ignore_errors=True)
         Path(building, NAME).rename(folder / NAME)
         Path(building).rmdir()

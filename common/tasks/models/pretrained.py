@@ -4,11 +4,12 @@ import copy
 import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator, init_empty_weights
@@ -284,16 +285,15 @@ def _left_on_disk(model: PreTrainedModel, folder: WeightFiles) -> bool:
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
     if any(name in folder.tensors and other in folder.tensors for name, other in tied.items()):
         return False  # they may differ
-    try:
+    with suppress(Exception):  # such as of a constructor that reads its weights, or for a weight that is not there
         with init_empty_weights():  # for the buffers that the constructor computes
             built = type(model)(copy.deepcopy(model.config))
         for name, module in built.named_modules():
             if module._buffers.keys() & module._non_persistent_buffers_set:
                 model.get_submodule(name)._buffers.update(module._buffers)
         on_disk(model)
-    except Exception:  # such as a constructor that reads its weights, or a weight that is not there
-        return False
-    return not any(tensor.is_meta for tensor in model.buffers())
+        return not any(tensor.is_meta for tensor in model.buffers())
+    return False
 
 
 def freeze_unused(model: PreTrainedModel, **inputs: Tensor) -> None:
@@ -311,19 +311,15 @@ def freeze_unused(model: PreTrainedModel, **inputs: Tensor) -> None:
 @contextmanager
 def runnable(model: PreTrainedModel) -> Iterator[None]:
     """Lets a model run in evaluation with weights on disk: random ones, and a few layers, one of each type."""
-    training, cut = model.training, list[tuple[nn.ModuleList, Any]]()
-    if on_disk(model):
-        config = model.config.get_text_config()
-        types = getattr(config, "layer_types", None) or [None]
-        num_kept = 1 + max(types.index(kind) for kind in types)
-        for layers in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
-            if len(layers) == config.num_hidden_layers:
-                cut.append((layers, layers._modules))
-                layers._modules = dict(list(layers._modules.items())[:num_kept])
-    try:
+    with ExitStack() as cut:
+        cut.callback(model.train, model.training)
+        if on_disk(model):
+            config = model.config.get_text_config()
+            types = getattr(config, "layer_types", None) or [None]
+            num_kept = 1 + max(types.index(kind) for kind in types)
+            for layers in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
+                if len(layers) == config.num_hidden_layers:
+                    kept = dict(list(layers._modules.items())[:num_kept])
+                    cut.enter_context(patch.object(layers, "_modules", kept))
         with with_random_weights(model.eval()):  # of those on disk
             yield
-    finally:
-        for layers, modules in cut:
-            layers._modules = modules
-        model.train(training)
