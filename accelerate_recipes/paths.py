@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 
@@ -71,10 +71,9 @@ def text_of(path: Path, name: str, advice: str) -> str:
 
 def is_path(name: str) -> bool:
     """Whether there is a file of this name, or the name looks like a path; otherwise it is the name of one of ours."""
-    try:
+    with suppress(OSError):
         return _is_there(Path(name)) and not Path(name).is_dir()
-    except OSError:
-        return False
+    return False
 
 
 def check_number(value: float | None, name: str, above: float = 0, why: str = "") -> None:
@@ -98,8 +97,7 @@ def _named(path: Path, name: str) -> str:
 
 def _is_there(path: Path) -> bool:
     """Whether there is such a path. Raises OSError if it cannot be one, such as a name of 300 letters."""
-    try:
+    with suppress(FileNotFoundError, NotADirectoryError):
         path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
+        return True
+    return False

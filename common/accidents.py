@@ -63,10 +63,8 @@ def folders() -> dict[str, Path]:
 
 def advice(error: BaseException) -> str | None:
     """One line for an error that the machine or a tokenizer caused, perhaps indirectly: what to type; else None."""
-    for each in chain(error):
-        if (line := _cache(each) or _open_files(each) or _worker(each) or _unknown_word(each)) is not None:
-            return line
-    return None
+    lines = (_cache(each) or _open_files(each) or _worker(each) or _unknown_word(each) for each in chain(error))
+    return next(filter(None, lines), None)
 
 
 def _cache(error: BaseException) -> str | None:
@@ -134,8 +132,5 @@ def _variable(error: BaseException, known: Mapping[str, Path]) -> str | None:
         paths = [Path(os.fsdecode(name)).absolute() for name in names if isinstance(name, str | bytes | os.PathLike)]
         holding = [name for name, folder in known.items() if any(path.is_relative_to(folder) for path in paths)]
         return max(holding, key=lambda name: len(known[name].parts), default=None)
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        for part, variable in WRITERS.items():
-            if part in frame.filename:
-                return variable
-    return None
+    files = [frame.filename for frame in reversed(traceback.extract_tb(error.__traceback__))]
+    return next((variable for file in files for part, variable in WRITERS.items() if part in file), None)

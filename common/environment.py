@@ -11,7 +11,7 @@ import re
 import shutil
 import sysconfig
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -186,11 +186,10 @@ def share_cores() -> None:
 
 def launcher_was_given(variable: str) -> bool:
     """Whether the parent process was started with the variable, and so did not set it itself."""
-    try:
+    with suppress(psutil.Error, AttributeError):  # some systems hide the environment of other processes
         parent = psutil.Process().parent()
         return parent is not None and variable in parent.environ()
-    except (psutil.Error, AttributeError):  # some systems hide the environment of other processes
-        return False
+    return False
 
 
 def versions(*packages: str) -> dict[str, str]:

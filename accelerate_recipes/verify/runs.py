@@ -64,11 +64,10 @@ class Finished:
     @property
     def last_step(self) -> int:
         """The step of the last training record; 0 if there is none."""
-        try:
+        with suppress(OSError, ValueError, KeyError):
             lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
             return max((json.loads(line)["step"] for line in lines), default=0)
-        except (OSError, ValueError, KeyError):
-            return 0
+        return 0
 
     @cached_property
     def card(self) -> dict[str, Any]:
@@ -155,11 +154,10 @@ def finished(folder: Path, exit_code: int, output: str) -> Finished:
 
 def _tree(pid: int) -> list[psutil.Process]:
     """A launcher and all its processes; torchrun starts each in its own session."""
-    try:
+    with suppress(psutil.NoSuchProcess):
         parent = psutil.Process(pid)
         return [*parent.children(recursive=True), parent]
-    except psutil.NoSuchProcess:
-        return []
+    return []
 
 
 def _kill(processes: list[psutil.Process]) -> None:

@@ -10,6 +10,7 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, MutableMapping, MutableSequence, MutableSet
+from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
 from operator import is_
@@ -182,10 +183,9 @@ class Walk:
 
     def _of_variable(self, name: str, value: ContextVar) -> list[tuple[Any, Any]]:
         def read() -> dict[str, Any]:
-            try:
+            with suppress(LookupError):  # it is not set yet
                 return {ITSELF: value.get()}
-            except LookupError:  # it is not set yet
-                return {}
+            return {}
 
         if not (found := self._note(name, read, lambda before: before and value.set(before[ITSELF]))):
             self.iterators.append((name, lambda: bool(read())))  # a value, once set, cannot be removed
@@ -240,10 +240,9 @@ def _rewrite(stream: Any, before: dict[str, Any]) -> None:
 
 
 def _of_cell(cell: types.CellType) -> dict[str, Any]:
-    try:
+    with suppress(ValueError):  # not assigned yet
         return {ITSELF: cell.cell_contents}
-    except ValueError:  # not assigned yet
-        return {}
+    return {}
 
 
 def _fill_cell(cell: types.CellType, before: dict[str, Any]) -> None:
@@ -297,19 +296,17 @@ def _position(iterator: Any) -> Any:
     if isinstance(iterator, types.GeneratorType):
         frame = iterator.gi_frame
         return None if frame is None else (frame.f_lasti, repr(frame.f_locals))
-    try:
+    with suppress(TypeError):
         return repr(iterator.__reduce__())
-    except TypeError:
-        return repr(iterator)
+    return repr(iterator)
 
 
 def _is_memory(value: Any) -> bool:
     """Whether an object is an array of numbers that can be written, such as one of `array` or multiprocessing."""
-    try:
+    with suppress(TypeError):
         view = memoryview(value)
-    except TypeError:
-        return False
-    return not view.readonly and view.nbytes <= LARGE
+        return not view.readonly and view.nbytes <= LARGE
+    return False
 
 
 def _set_memory(value: Any, before: dict[str, bytes]) -> None:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -50,14 +50,13 @@ class Rehearsal:
             numbers = [last for last in numbers if not any(map(plan.evaluates, range(number + 1, last + 1)))]
         if not numbers or run.setup.accelerator.device.type != "cpu":
             return None
-        try:
-            with with_full_weights(run.setup.model):  # what is on disk stays there, as in the other processes
-                steps = run.steps(numbers, None, compares=first_pass, first=number)
-                moved = Perturbed.take(run, numbers, ROUNDINGS[0], number).steps
-                held = run.changes.in_model[:2] if run.changes else []
-                return cls(steps, moved, first, run.is_low, " or ".join(held))
-        except Exception:  # the run will show it, with the step and its samples
-            return None
+        # The run will show an error, with the step and its samples. What is on disk stays there, as in other processes.
+        with suppress(Exception), with_full_weights(run.setup.model):
+            steps = run.steps(numbers, None, compares=first_pass, first=number)
+            moved = Perturbed.take(run, numbers, ROUNDINGS[0], number).steps
+            held = run.changes.in_model[:2] if run.changes else []
+            return cls(steps, moved, first, run.is_low, " or ".join(held))
+        return None
 
     def line(self, steps: Sequence[Step], layout: Layout, number: int) -> str | None:
         """The line that ends a run whose step `number` differs from one process, or None. `steps`: of each process."""

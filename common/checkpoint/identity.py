@@ -5,6 +5,7 @@ import copy
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -131,11 +132,9 @@ def _read(dataset: MapDataset, ids: list[int], config: RunConfig) -> Iterator[tu
     config = copy.copy(config)
     config.num_workers = min(config.num_workers, 1)
     stream = batches(dataset, [(0, torch.tensor([index])) for index in ids], CPU, config)
-    try:
+    with suppress(Exception):
         for index, batch in zip(ids, stream):
             yield str(index), {name: _fact(value) for name, value in batch.items()}
-    except Exception:
-        return
 
 
 def _fact(value: Any) -> Fact:

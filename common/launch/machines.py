@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -135,13 +135,12 @@ def _exchange(facts: dict[str, Any], environment: Environment) -> list[dict[str,
 
 def _address_towards(host: str | None, port: str | None) -> str | None:
     """This machine's address on the route to `host`; None without a route. Sends nothing."""
-    try:
+    with suppress(OSError):
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(address)
             return probe.getsockname()[0]
-    except OSError:
-        return None
+    return None
 
 
 def _facts(environment: Environment, config: RunConfig) -> dict[str, Any]:
@@ -158,7 +157,6 @@ def _facts(environment: Environment, config: RunConfig) -> dict[str, Any]:
 
 
 def _digest(path: Path) -> str:
-    try:
+    with suppress(OSError):  # a recipe that was typed in, or a file that is gone
         return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-    except OSError:  # a recipe that was typed in, or a file that is gone
-        return "none"
+    return "none"

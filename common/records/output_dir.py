@@ -226,12 +226,11 @@ def _is_done(plan: Plan, state: TrainState) -> bool:
     left = all((config.output_dir / name).exists() for name in ("model", "metrics.jsonl"))
     if not (card.get("status") == "done" or card.get(TRAINED)) or not left or starts_over(config.output_dir):
         return False
-    try:
+    with suppress(KeyError, TypeError, AttributeError):  # not a card of this project
         same = all(card["config"].get(name) == getattr(config, name) for name in ("seed", "batch_size", "data"))
         at_end = card["num_steps"] == card["last_metrics"].get("step") == plan.num_steps
-    except (KeyError, TypeError, AttributeError):  # not a card of this project
-        return False
-    return plan.is_over(state) or (config.resume_from_checkpoint == "latest" and same and at_end)
+        return plan.is_over(state) or (config.resume_from_checkpoint == "latest" and same and at_end)
+    return False
 
 
 def fail_after_run(failure: Failure) -> None:

@@ -37,11 +37,10 @@ PEAK_FLOPS = {
 
 def read_card(output_dir: Path) -> dict[str, Any]:
     """The run card; an empty dict if the file is missing or is not a run card."""
-    try:
+    with suppress(OSError, ValueError, RecursionError):
         card = json.loads(read_file(output_dir / "run.json"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return card if isinstance(card, dict) else {}
+        return card if isinstance(card, dict) else {}
+    return {}
 
 
 def attempts(output_dir: Path, resumes: bool) -> tuple[int, list[dict[str, Any]]]:
@@ -78,10 +77,9 @@ def git_diff() -> str | None:
 
 def _git(*arguments: str) -> str | None:
     command = ["git", "-C", str(Path(sys.argv[0]).resolve().parent), *arguments]
-    try:
+    with suppress(OSError, subprocess.CalledProcessError):
         return subprocess.run(command, capture_output=True, text=True, errors="replace", check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
+    return None
 
 
 def hardware() -> dict[str, Any]:

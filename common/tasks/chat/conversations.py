@@ -242,10 +242,9 @@ def _uses(name: str, messages: Messages, template: Any, options: Mapping[str, An
         for message in messages
     ]
     others = {key: value for key, value in options.items() if key != name}
-    try:
+    with suppress(UsageError):  # it needs the name
         return render(messages, template, **options) != render(without, template, **others)
-    except UsageError:  # it needs the name
-        return True
+    return True
 
 
 def find_unused(chats: Iterable[Conversation], template: Any) -> list[str]:

@@ -272,11 +272,8 @@ def _why_not(entry: os.DirEntry[str]) -> str:
 
 def split_of(path: Path) -> str | None:
     """The split that a file belongs to: its name, or the name of a folder on its path, is the split's name."""
-    for word in (AROUND.sub("", strip_packing(path).stem), *reversed(path.parts[:-1])):
-        for split, names in SPLITS.items():
-            if word.lower() in names:
-                return split
-    return None
+    words = AROUND.sub("", strip_packing(path).stem), *reversed(path.parts[:-1])
+    return next((split for word in words for split, names in SPLITS.items() if word.lower() in names), None)
 
 
 def _has_card(folder: Path) -> bool:
