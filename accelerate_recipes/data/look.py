@@ -64,8 +64,7 @@ def _tokenizer(export: Any) -> Any:
 
 def _size(dataset: Any) -> dict[str, int]:
     """{source: its samples}, or {"": the samples} of a set of one source."""
-    names = getattr(dataset, "names", None)
-    return dict(zip(names, dataset.sizes)) if names and hasattr(dataset, "sizes") else {"": len(dataset)}
+    return dict(zip(dataset.names, dataset.sizes)) if isinstance(dataset, Mixture) else {"": len(dataset)}
 
 
 def _shape(value: Any) -> str:

@@ -8,6 +8,7 @@ from rich.text import Text
 
 BAR = 40  # characters of the longest bar
 MOST_CHARACTERS = 1200  # of a sample's text
+TRAINED = Style(color="green", bold=True)  # of tokens
 
 
 def show(found: dict[str, Any]) -> None:
@@ -22,13 +23,16 @@ def show(found: dict[str, Any]) -> None:
             title = f"{first:,}" if first == last else f"{first:,} to {last:,}"
             console.print(f"{title:>16}  {'#' * -(-BAR * number // most):<{BAR}}  {number:,}")
     if has_marks(found):
-        legend = Text("\nthe model learns to write what is ")
-        console.print(legend.append("«marked»", Style(color="green", bold=True)) if not console.color_system else
-                      legend.append("green", Style(color="green", bold=True)))  # fmt: skip
+        how = "green" if console.color_system else "«marked»"
+        console.print(Text("\nthe model learns to write what is ").append(how, TRAINED))
     for sample in found["samples"]:
         console.print(f"\nsample {sample['id']:,}", style="bold")
         for part in sample["parts"]:
-            _show_part(console, part)
+            if "tokens" in part:
+                console.print(Text(f"{part['name']}: ").append(_text(console, part["tokens"])))
+            else:
+                more = " (--output shows it)" if "pictures" in part else ""
+                console.print(f"{part['name']}: {part['text']}{more}")
 
 
 def has_marks(found: dict[str, Any]) -> bool:
@@ -49,21 +53,13 @@ def facts(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _show_part(console: Console, part: dict[str, Any]) -> None:
-    if "tokens" in part:
-        console.print(Text(f"{part['name']}: ").append(_text(console, part["tokens"])))
-        return
-    more = " (--output shows it)" if "pictures" in part else ""
-    console.print(f"{part['name']}: {part['text']}{more}")
-
-
 def _text(console: Console, runs: list[list[Any]]) -> Text:
     text = Text()
     for words, is_trained, begins in runs:
         if begins:
             text.append("\n--- the next of the block\n", Style(dim=True))
         marked = f"«{words}»" if is_trained and not console.color_system else words
-        text.append(marked, Style(color="green", bold=True) if is_trained else Style())
+        text.append(marked, TRAINED if is_trained else Style())
     if len(text) > MOST_CHARACTERS:
         text.truncate(MOST_CHARACTERS)
         text.append(" ... and more (--output shows all)", Style(dim=True))

@@ -32,8 +32,7 @@ class FirstDifference:
         """(where it is, the line that reports it). Where: "forward", "step" (forward_step itself), "loss" (its
         gradient), "backward", "gradient" (a weight's), "factor" or "norm" (of all gradients), or "". `kind`: of the
         difference, as in compare.Key; an evaluation is a pass that has no trace."""
-        is_compared = kind != "eval" and any(trace.forward for trace in self.traces)
-        if not is_compared:
+        if kind == "eval" or not any(trace.forward for trace in self.traces):
             return "", ""
         if (found := self._first_module([trace.forward for trace in self.traces], "forward")) is not None:
             _, place, extent = found

@@ -134,13 +134,10 @@ class ParityCheck:
     def take_step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
         """`Engine.step` with the parity check. An error in a step gets its samples as a note. Raises UsageError if the
         result differs from one process, or if an error occurs only with several processes."""
-
-        def samples() -> str:
-            return f"step {number + 1}, {list_samples(torch.cat(self.plan.own_samples(number)).tolist())}"
-
+        ids = lambda: torch.cat(self.plan.own_samples(number)).tolist()  # noqa: E731
         with self._translating(number in self.numbers):
             try:
-                with annotate_errors(samples):
+                with annotate_errors(lambda: f"step {number + 1}, {list_samples(ids())}"):
                     return self._take_step(number, micro_batches, wants_norm)
             except Exception as error:
                 if number == self.first and (mixed := mixed_types(error, self.engine.module, micro_batches[0])):

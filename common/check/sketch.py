@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import cycle
 
 import torch
 from torch import Tensor, nn
@@ -54,9 +55,7 @@ class Sketch:
 def random_signs(device: torch.device, dtype: torch.dtype, seed: int = 0) -> Iterator[Tensor]:
     """Random signs for each block of `BLOCK` elements in turn: windows into the same signs, which are drawn once."""
     signs, starts = _drawn(device, dtype, seed)
-    while True:
-        for start in starts:
-            yield signs[start : start + BLOCK]
+    return (signs[start : start + BLOCK] for start in cycle(starts))
 
 
 @cache

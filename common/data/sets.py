@@ -3,6 +3,7 @@
 import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from copy import copy
 from itertools import islice
 from os import PathLike
@@ -102,13 +103,10 @@ class Collated(Dataset):
 
 def as_numbered_step(forward_step: ForwardStep) -> NumberedStep:
     """`forward_step` as the loop calls it: a third argument gets the step's number if it is `step`, or required."""
-    try:
-        third = [*inspect.signature(forward_step).parameters.values()][2:3]
-    except ValueError:  # of a function in C
-        third = []
-    for each in third:
-        if each.kind is each.POSITIONAL_OR_KEYWORD and (each.name == "step" or each.default is each.empty):
-            return forward_step
+    with suppress(ValueError):  # of a function in C
+        for each in [*inspect.signature(forward_step).parameters.values()][2:3]:
+            if each.kind is each.POSITIONAL_OR_KEYWORD and (each.name == "step" or each.default is each.empty):
+                return forward_step
     return lambda model, batch, number: forward_step(model, batch)
 
 

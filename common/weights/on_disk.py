@@ -93,8 +93,7 @@ def on_disk(module: nn.Module) -> dict[str, Origin]:
     origins: dict[str, Origin] = {}
     for name, weight in module.state_dict(keep_vars=True).items():
         if weight.is_meta:
-            origin = origin_of(weight)
-            if origin is None:
+            if (origin := origin_of(weight)) is None:
                 raise UsageError(f"{name} is on the meta device and has no values: build it on the CPU")
             origins[name] = origin
     return origins

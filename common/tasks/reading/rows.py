@@ -30,7 +30,7 @@ ROWS_LOOKED_AT = 100  # for the names of the columns of a large file
 SEPARATORS = (",", ";", "\t", "|")
 EXCEL = re.compile(r'"?sep=(.)"?\s*', re.IGNORECASE)  # its first line may name the separator
 QUOTED = re.compile(r'"(?:[^"]|"")*"')  # a cell that CSV reads without its quotes
-SOLID = re.compile(r"\S")
+GAP: Any = re.compile(r"\s*")  # before the next character that is not white space; it always matches
 HALF = r"\\u[dD][{}][\da-fA-F]{{2}}"  # of a character in UTF-16, as JSON writes it
 # Two halves that belong together, one alone, or anything else after a backslash.
 ESCAPE = re.compile(rf"{HALF.format('89abAB')}{HALF.format('c-fC-F')}|({HALF.format('89a-fA-F')})|\\.", re.DOTALL)
@@ -351,21 +351,15 @@ def _json_rows(place: Place, text: TextIO, halves: Counter[str]) -> Iterator[tup
 
 def _items(text: str) -> Iterator[str]:
     """The text of each item of a JSON list. Raises ValueError."""
-    at = _after_gap(text, text.index("[") + 1)
+    at = GAP.match(text, text.index("[") + 1).end()
     while at < len(text) and text[at] != "]":
-        end = _after_gap(text, DECODER.raw_decode(text, at)[1])
+        end = GAP.match(text, DECODER.raw_decode(text, at)[1]).end()
         yield text[at:end]
         if text[end : end + 1] not in (",", "]"):
             raise ValueError(f"the list continues with {text[end : end + 20]!r}")
-        at = _after_gap(text, end + 1) if text[end] == "," else end
+        at = GAP.match(text, end + 1).end() if text[end] == "," else end
     if text[at:].strip() != "]":
         raise ValueError("the list does not end with ]")
-
-
-def _after_gap(text: str, start: int) -> int:
-    """The place of the first character from `start` on that is not white space."""
-    found = SOLID.search(text, start)
-    return len(text) if found is None else found.start()
 
 
 def _parse(text: str) -> Row:
