@@ -13,6 +13,7 @@ from typing import Any
 from accelerate_recipes import bundle
 from accelerate_recipes.common.package import installed_versions
 from accelerate_recipes.console import print_json
+from accelerate_recipes.templates import render
 from accelerate_recipes.verify.differences import Difference
 
 COLUMNS = ("config", "processes", "loss", "gradient", "weights", "eval", "learning rate", "")
@@ -138,29 +139,18 @@ def _markdown(content: dict[str, Any], rows: list[Row]) -> str:
     words += [word for config in content["configs"] or () for word in ("--config", config)]
     command = shlex.join(words)
     command += f" -- {shlex.join(content['flags'])}" if content["flags"] else ""
-    versions = ", ".join(f"{name} {number}" for name, number in content["versions"].items())
     title = "Not one result" if not content["is_same"] else "One result" if content["gap"] is None else "The same"
-    lines = [
-        f"# {title}: {Path(content['script']).name}",
-        "",
-        f"Made by `{command}` on {content['made']} ({versions}; SHA-256 of the script {content['sha256'][:16]}…).",
-        "Each number is the largest relative difference from the reference over all steps; for weights the largest",
-        "‖w − w₀‖ / ‖w₀‖ of all tensors after the last step.",
-        "",
-        "| " + " | ".join(COLUMNS) + " |",
-        "| --- |" + " ---: |" * 6 + " --- |",
-        *("| " + " | ".join(cell.replace("|", "\\|") for cell in row.cells) + " |" for row in rows),
-    ]
-    if all(row.checked_steps for row in rows if row.difference is not None and (row.processes or 0) > 1):
-        lines += [
-            "",
-            "Each run on several processes compared its own first steps with one process, and found no difference.",
-        ]
-    if content["gap"]:
-        lines += ["", f"Not shown: {content['gap']}."]
-    if content["cause"]:
-        lines += ["", f"Likely cause of the difference: {content['cause']}."]
-    return "\n".join(lines) + "\n"
+    of_several = [row for row in rows if row.difference is not None and (row.processes or 0) > 1]
+    return render(
+        "certificate.md",
+        title=title,
+        name=Path(content["script"]).name,
+        command=command,
+        content=content,
+        columns=COLUMNS,
+        rows=[[cell.replace("|", "\\|") for cell in row.cells] for row in rows],
+        are_checked=all(row.checked_steps for row in of_several),
+    )
 
 
 def versions() -> dict[str, str]:
