@@ -1,7 +1,7 @@
 """Pairs of a chosen and a rejected answer, and their log-probabilities under a reference model."""
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from math import inf
 from typing import Any
 
@@ -14,7 +14,7 @@ from ...checkpoint.identity import known_by
 from ...config import RunConfig
 from ...cpu_group import CpuGroup
 from ...data.mixed import parts_of
-from ...data.sets import Batch, CollateFn, MapDataset
+from ...data.sets import Batch, CollateFn
 from ...environment import print_once
 from ...errors import UsageError
 from ...evaluation import evaluate_set
@@ -178,7 +178,18 @@ def add_reference(
     def compute() -> dict[str, Tensor]:
         print_once(f"computing the reference's log-probabilities of {len(ids) + len(eval_set):,} pairs")
         reference, sets = build(), {"train": Subset(train_set, ids), "eval": eval_set}
-        found = _values_of(accelerator, reference, optimizer_of(reference), sets, config, collate_fn)
+        optimizer, found = optimizer_of(reference), dict[str, Tensor]()  # not used afterwards, as the reference
+        given = accelerator, reference, optimizer, _reference_step, sets["train"], sets, config
+        setup = Setup.of(*given, collate_fn=collate_fn)
+        check_same_start(reference, setup.train_set, setup.eval_sets, CpuGroup(config.hang_timeout))
+        setup = check_trainable(setup)
+        freeze_what_is_not_trained(accelerator, reference, optimizer)
+        engine = prepare(setup)
+        for name, dataset in setup.eval_sets.items():
+            results = evaluate_set(engine, dataset, poll=lambda: False, keeps=True)
+            assert results is not None
+            found[name] = torch.stack([results[1]["chosen"], results[1]["rejected"]], 1).float()
+        accelerator.free_memory()
         found["train"] = torch.full((len(train_set), 2), torch.nan).index_copy(0, torch.tensor(ids), found["train"])
         return found
 
@@ -221,29 +232,3 @@ def drawn_pairs(config: RunConfig, layout: Layout, train_set: Any) -> list[int]:
 def _reference_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     chosen, rejected = log_probabilities(model, batch)[0].unbind(1)
     return {"loss": -chosen, "chosen": chosen, "rejected": rejected}  # a loss must be there; it is not used
-
-
-def _values_of(
-    accelerator: ObservedAccelerator,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    datasets: Mapping[str, MapDataset],
-    config: RunConfig,
-    collate_fn: CollateFn,
-) -> dict[str, Tensor]:
-    """The log-probabilities of each pair, shape (pairs, 2), in all processes, under any config.
-
-    Model and optimizer cannot be used afterwards: build new ones for `fit`, and keep no reference to these.
-    """
-    given = accelerator, model, optimizer, _reference_step, next(iter(datasets.values())), datasets, config
-    setup = Setup.of(*given, collate_fn=collate_fn)
-    check_same_start(model, setup.train_set, setup.eval_sets, CpuGroup(config.hang_timeout))
-    setup = check_trainable(setup)
-    freeze_what_is_not_trained(accelerator, model, optimizer)
-    engine, found = prepare(setup), dict[str, Tensor]()
-    for name, dataset in setup.eval_sets.items():
-        results = evaluate_set(engine, dataset, poll=lambda: False, keeps=True)
-        assert results is not None
-        found[name] = torch.stack([results[1]["chosen"], results[1]["rejected"]], 1).float()
-    accelerator.free_memory()
-    return found
