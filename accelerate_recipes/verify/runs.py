@@ -124,14 +124,10 @@ class Launch:
                 return killed, self.run(folder, *saves, "--resume_from_checkpoint", "latest")
         raise UsageError("the run ended before it could be killed: use a larger --steps")
 
-    def command(self, folder: Path, flags: tuple[str, ...]) -> list[str]:
-        """The words of the command."""
-        words = [*self.options, str(self.script), *self.flags, *flags, "--output_dir", str(folder)]
-        return [*LAUNCH, "--config_file", str(self.config), *words]
-
     def _start(self, folder: Path, flags: tuple[str, ...]) -> subprocess.Popen[str]:
+        words = [*self.options, str(self.script), *self.flags, *flags, "--output_dir", str(folder)]
         return subprocess.Popen(
-            self.command(folder, flags),
+            [*LAUNCH, "--config_file", str(self.config), *words],
             env=os.environ | {"PYTHONUNBUFFERED": "1"},  # a run that is killed has printed all
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -1,7 +1,6 @@
 """Tensor parallelism: the processes of a group share each layer in a model's plan. FSDP2 may divide the rest again."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -52,12 +51,9 @@ class TensorParallel(Strategy):
         plan, why_not = shipped_plan(model, layout.tp, packs)
         if why_not:
             with passes_alone(setup) as forward:
-
-                def pass_alone() -> Any:
-                    with kept(model, setup.optimizer, [setup.forward_step], setup.accelerator.device):
-                        return forward(model)  # two passes are compared, so each begins with the same state
-
-                plan = derive(model, pass_alone, layout.tp, PACKS if packs else PACKS[:1])
+                # A decorator: two passes are compared, so each begins with the same state.
+                alike = kept(model, setup.optimizer, [setup.forward_step], setup.accelerator.device)
+                plan = derive(model, alike(lambda: forward(model)), layout.tp, PACKS if packs else PACKS[:1])
             if not plan:
                 raise UsageError(
                     f"{why_not}, and none can be derived: that takes two linear layers in a row, which share no weight "

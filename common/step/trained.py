@@ -43,9 +43,8 @@ class Trained:
 
     def look(self) -> None:
         """Notes all gradients that are there. Does not wait for a GPU."""
-        if not self._is_over:
-            for weight in self._weights.values():
-                self.note(weight)
+        for weight in self._weights.values():
+            self.note(weight)
 
     def note(self, weight: Tensor) -> None:
         """Notes the gradient of a weight."""
