@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -19,8 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 BUCKET = 25 * 2**20  # bytes; DDP's default
 
 
-@contextmanager
-def weights_on_meta(size: Path) -> Iterator[None]:
+def weights_on_meta(size: Path) -> AbstractContextManager[Any]:
     """Parameters of modules that are built in the `with` block take no memory and have no values, like those that
     are still on disk. A file always has the number of bytes that they would take."""
     from accelerate_recipes.common.weights.on_disk import LazyParameter
@@ -39,8 +38,7 @@ def weights_on_meta(size: Path) -> Iterator[None]:
             weight = moved[weight]
         register(module, name, weight)
 
-    with patch.object(nn.Module, "register_parameter", registered):
-        yield
+    return patch.object(nn.Module, "register_parameter", registered)
 
 
 @contextmanager

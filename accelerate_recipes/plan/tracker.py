@@ -1,8 +1,8 @@
 """Notes what a training step does on fake tensors: bytes that are held, seconds of its operations, collectives."""
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
@@ -73,8 +73,7 @@ class Tracker(TorchDispatchMode):
         step()
         return self.events, self.peak, self.flops
 
-    @contextmanager
-    def track_freed_storages(self) -> Iterator[None]:
+    def track_freed_storages(self) -> AbstractContextManager[Any]:
         """Also notes storages that are resized, as FSDP2 does to free gathered weights."""
         resize = torch.UntypedStorage.resize_
 
@@ -85,8 +84,7 @@ class Tracker(TorchDispatchMode):
                 self._sizes[storage._cdata] = size
             return storage
 
-        with patch.object(torch.UntypedStorage, "resize_", noted):
-            yield
+        return patch.object(torch.UntypedStorage, "resize_", noted)
 
     def _hold(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()

@@ -5,6 +5,7 @@ import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -216,14 +217,12 @@ def _read(folder: Path, name: str) -> Run:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    try:
+    with suppress(ValueError, RecursionError):
         content = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(content, dict) or (step := _count(content.get("step"))) is None:
-        return None
-    numbers = {name: _finite(value) for name, value in content.items() if _is_number(value) or value is None}
-    return numbers | {"step": step}
+        if isinstance(content, dict) and (step := _count(content.get("step"))) is not None:
+            numbers = {name: _finite(value) for name, value in content.items() if _is_number(value) or value is None}
+            return numbers | {"step": step}
+    return None
 
 
 def _count(value: Any) -> int | None:

@@ -107,10 +107,9 @@ def load_masked_images(
     path, parts = local_path(data), list[Any]()
     if path.is_dir() and not is_saved(path):
         parts = _in_folders(data, path, image_column.lower(), mask_column.lower())
-    if not parts:
-        for table in load_tables(data, ADVICE, None, lambda table: table.has_classes(mask_column)):
-            table.check_columns({"--image_column": image_column, "--mask_column": mask_column})
-            parts.append(tuple(files_in(data, table, column) for column in (image_column, mask_column)))
+    for table in [] if parts else load_tables(data, ADVICE, None, lambda table: table.has_classes(mask_column)):
+        table.check_columns({"--image_column": image_column, "--mask_column": mask_column})
+        parts.append(tuple(files_in(data, table, column) for column in (image_column, mask_column)))
     masks: list[Any] = [ImageFiles(data, files, MaskOpener(), "mask") for _, files in parts]
     classes = _read_names(class_names) if class_names else {}
     seen = [{int(one) for mask in part for one in numpy.unique(mask)} for part in masks if not classes]  # reads all
