@@ -57,8 +57,11 @@ def _refuses_missing_gradients(model: nn.Module) -> Callable[[], None]:
 def _let_ddp_send_state_alone(model: nn.Module) -> None:
     """DDP sends the first process's buffers before each forward pass, for example BatchNorm's. A buffer that no
     checkpoint holds is not state, but a constant, for example a table of positions: each process has computed it."""
-    state = model.state_dict(keep_vars=True)
-    constants = [name for name, _ in model.named_buffers(remove_duplicate=False) if name not in state]
+    constants = [
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    ]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, constants)
 
 
