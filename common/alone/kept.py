@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -27,6 +28,8 @@ class Changes:
     # Names of variables, attributes and tensors that the recipe's functions refer to, and of numbers in layers.
     names: list[str] = field(default_factory=list)
     in_model: list[str] = field(default_factory=list)  # the same of what layers hold: state, or a cache
+    # {name of what layers hold: number of its parts}, at the time of the call
+    sizes: Callable[[], Counter[str]] = field(default=Counter, compare=False)
     generators: list[str] = field(default_factory=list)  # that they draw from, besides the global ones
     lost: list[str] = field(default_factory=list)  # iterators that advanced, and large tensors: they cannot be restored
     files: list[str] = field(default_factory=list)  # that were opened for writing
@@ -62,6 +65,7 @@ def kept(
         for root in (*functions, *of_all):  # the hooks of all modules and of all optimizers, too
             walk.visit(root)
         changes.sharing = _sharing(walk.tensors)
+        changes.sizes = lambda: sum((entry.size() for entry in walk.entries[: of_model[0]]), Counter())
         lending = _Lending(walk.tensors, of_training[1], moving, device)
     except Exception as error:  # too little memory, a tensor without a storage, or any object of any package
         raise NotChecked(f"model and optimizer cannot be copied: {first_line(error)}") from None

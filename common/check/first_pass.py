@@ -1,5 +1,6 @@
 """Side effects of the first forward pass: random draws, changed buffers, values that depend on the micro-batch."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -71,11 +72,17 @@ class FirstPass:
         self.written = changed + [name for name, buffer in buffers.items() if not torch.equal(buffer, later[name])]
 
     def compare_halves(
-        self, take_pass: Callable[..., "Outcome"], fetch: Callable[[Tensor], Batch], ids: Tensor, tolerance: float
+        self,
+        take_pass: Callable[..., "Outcome"],
+        fetch: Callable[[Tensor], Batch],
+        ids: Tensor,
+        tolerance: float,
+        sizes: Callable[[], Counter[str]] = Counter,
     ) -> None:
         """Finds values and gradients that depend on the other samples of a micro-batch, in evaluation and in training:
         takes each half alone. If a pass draws, it has each half twice, so that each sample gets the same numbers. Then
-        finds values that the passes have changed for later ones, if layers hold anything."""
+        finds values that the passes have changed for later ones, and what grows with each of them (`sizes`), if layers
+        hold anything."""
         size, evaluated = len(ids) // 2, None
         for trains in (False, True) if size else ():
             take, mixed = partial(take_pass, trains), dict[str, None]()
@@ -87,7 +94,9 @@ class FirstPass:
                     mixed |= {name: None for name in part.values if not part.is_close(whole, name, tolerance, half)}
                     rest, norm = rest - part.gradient, norm + float(part.gradient.norm())
                 is_sum = whole.draws_backwards or float(rest.norm()) <= 10 * tolerance * norm
+                before = sizes()
                 again = take(batch, slice(None)) if self.holds or mixed or not is_sum else whole
+                self.keeps += [name for name in sizes() - before if name]
             except Exception:  # a model that cannot take half a batch
                 continue
             self.draws_in_evaluation |= whole.draws and not trains

@@ -3,6 +3,7 @@
 import copy
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -119,7 +120,8 @@ class ReferenceRun:
                 fetch = lambda ids: next(batches(setup.train_set, [(epoch, ids)], device, plan.config))  # noqa: E731
                 take = partial(outcome_of, model, as_numbered_step(setup.forward_step), number)
                 compares.holds = bool((self.changes or changes).in_model)
-                compares.compare_halves(take, fetch, few, BF16[""] if self.is_low else LATER)
+                sizes = changes.sizes if compares.holds else Counter[str]
+                compares.compare_halves(take, fetch, few, BF16[""] if self.is_low else LATER, sizes)
         self.changes = self.changes or changes
         for name in changes.lost:
             raise UsageError(
@@ -262,7 +264,7 @@ def take_reference(run: ReferenceRun, numbers: range, first_pass: FirstPass) -> 
             raise
         raise NotChecked("one device has too little memory for the whole model") from None
     assert run.changes is not None
-    first_pass.keeps = run.changes.names + run.changes.in_model * first_pass.moves
+    first_pass.keeps += run.changes.names + run.changes.in_model * first_pass.moves
     first_pass.moves |= bool(first_pass.keeps or run.changes.generators)
     first_pass.files = run.changes.files
     types = {str(weight.dtype).removeprefix("torch.") for weight in setup.model.parameters() if weight.requires_grad}

@@ -166,11 +166,18 @@ def test_value_that_depends_on_other_samples_is_said(tmp_path: Path, recipe: str
     assert run.stdout.count('"loss" of a sample depends on the other samples of its micro-batch, here 2 of 8') == 1
 
 
-@pytest.mark.parametrize("habit", ["mean_of_evaluations", pytest.param("range_of_training", marks=pytest.mark.full)])
-def test_state_that_evaluations_use_is_said(tmp_path: Path, habit: str) -> None:
+@pytest.mark.parametrize(
+    ("habit", "name"),
+    [
+        ("bank_of_training", "earlier"),
+        ("mean_of_evaluations", "calls"),
+        pytest.param("range_of_training", "calls", marks=pytest.mark.full),
+    ],
+)
+def test_state_of_layers_is_said(tmp_path: Path, habit: str, name: str) -> None:
     """The second evaluation differed by 1 % under DDP, without a line."""
     run = fork(tmp_path / "run", "ddp", USERS, f"--model {habit} --hang_timeout 60")
-    assert run.stdout.count("each call of forward_step or of a layer changes calls: if it is used, the result dep") == 1
+    assert run.stdout.count(f"each call of forward_step or of a layer changes {name}: if it is used, the result") == 1
 
 
 def assert_close(run: Run, expected: Run) -> None:
