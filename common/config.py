@@ -172,7 +172,7 @@ def _check(config_class: type, name: str, value: Any) -> None:
         return
     if isinstance(value, float) and not math.isfinite(value):
         raise UsageError(f"--{name} {value}: expected a finite number")
-    bounds = {"below": 2**31 if isinstance(value, int) else 1e18} | metadata  # 1e18: its square fits float32
+    bounds = {"below": 2**31 if isinstance(value, int) else 1e38} | metadata  # float32 ends there
     for bound, (is_outside, expected) in BOUNDS.items():
         if bound in bounds and is_outside(value, bounds[bound]):
             raise UsageError(f"--{name} {value}: expected {expected.format(bounds[bound])}")

@@ -89,6 +89,11 @@ class Launch:
     flags: list[str] = field(default_factory=list)
     options: list[str] = field(default_factory=list)  # of accelerate launch
 
+    def command(self, folder: Path, flags: tuple[str, ...]) -> list[str]:
+        """The words of the command."""
+        words = [*self.options, str(self.script), *self.flags, *flags, "--output_dir", str(folder)]
+        return [*LAUNCH, "--config_file", str(self.config), *words]
+
     def run(self, folder: Path, *flags: str) -> Finished:
         """Runs to the end."""
         with self._start(folder, flags) as process:
@@ -125,9 +130,8 @@ class Launch:
         raise UsageError("the run ended before it could be killed: use a larger --steps")
 
     def _start(self, folder: Path, flags: tuple[str, ...]) -> subprocess.Popen[str]:
-        words = [*self.options, str(self.script), *self.flags, *flags, "--output_dir", str(folder)]
         return subprocess.Popen(
-            [*LAUNCH, "--config_file", str(self.config), *words],
+            self.command(folder, flags),
             env=os.environ | {"PYTHONUNBUFFERED": "1"},  # a run that is killed has printed all
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -25,7 +25,7 @@ from accelerate_recipes.common.schedule import Schedule
         ("--max_steps 0", "--max_steps 0: expected 1 or more"),
         ("--learning_rate 0", "--learning_rate 0.0: expected more than 0"),
         ("--learning_rate nan", "--learning_rate nan: expected a finite number"),
-        ("--max_grad_norm 1e308", "--max_grad_norm 1e+308: expected less than 1e+18"),
+        ("--max_grad_norm 1e308", "--max_grad_norm 1e+308: expected less than 1e+38"),
         ("--max_grad_norm -1", "--max_grad_norm -1.0: expected 0 or more"),
         ("--epochs two", "--epochs: expected a whole number, got 'two'"),
         ("--lr_schedule banana", "--lr_schedule: invalid choice: 'banana'"),
