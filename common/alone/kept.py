@@ -65,7 +65,7 @@ def kept(
         for root in (*functions, *of_all):  # the hooks of all modules and of all optimizers, too
             walk.visit(root)
         changes.sharing = _sharing(walk.tensors)
-        changes.sizes = lambda: sum((entry.size() for entry in walk.entries[: of_model[0]]), Counter())
+        changes.sizes = lambda: _sizes(walk.entries[: of_model[0]])
         lending = _Lending(walk.tensors, of_training[1], moving, device)
     except Exception as error:  # too little memory, a tensor without a storage, or any object of any package
         raise NotChecked(f"model and optimizer cannot be copied: {first_line(error)}") from None
@@ -89,6 +89,13 @@ def kept(
         lending.give_back()
         for entry in walk.entries:
             entry.give_back()
+
+
+def _sizes(entries: Iterable[Entry]) -> Counter[str]:
+    found = Counter[str]()
+    for each in entries:
+        found[each.name] += each.size()
+    return found
 
 
 def _changed(entries: Iterable[Entry], of_generators: bool = False) -> list[str]:

@@ -8,7 +8,7 @@ import re
 import sys
 import types
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, MutableMapping, MutableSequence, MutableSet
 from contextlib import suppress
 from contextvars import ContextVar
@@ -57,11 +57,11 @@ class Entry:
             keys = [key for key in keys if type(now.get(key)) in (int, float)]  # not flags, such as `training`
         return list(dict.fromkeys(_join(self.name, key) for key in keys))
 
-    def size(self) -> Counter[str]:
-        """{name: how many parts it has now; of a list, how many items}"""
+    def size(self) -> int:
+        """How many parts it has now; of a list, how many items."""
         parts = self._read()
         items = parts.get(ITSELF)
-        return Counter({self.name: len(items if isinstance(items, tuple) else parts)})
+        return len(items if isinstance(items, tuple) else parts)
 
     def give_back(self) -> None:
         now = self._read()

@@ -35,7 +35,7 @@ class FirstPass:
     has_low_layers: bool = False  # whether a layer computes with fewer bits than float32, in a float32 config
     has_no_low_layers: bool = False  # whether none does, in a bf16 config
     draws_in_evaluation: bool = False  # whether it draws from a generator in evaluation mode, too
-    # names of variables and numbers that `forward_step` or a layer changes at each call
+    # names of what `forward_step` or a layer changes at each call: variables, numbers, and lists that grow
     keeps: list[str] = field(default_factory=list)
     holds: bool = False  # whether layers hold anything, state or a cache, that steps change
     moves: bool = False  # whether a pass changes what later ones use: another evaluation would change them

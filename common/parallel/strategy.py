@@ -49,8 +49,7 @@ class Strategy:
     cause_in_update: ClassVar[str] = (
         "{optimizer} or a schedule does not get each weight whole, or keeps weights outside param_groups and state; or "
         "a hook finds weights by id(p), and the config makes new ones; or forward_step takes gradients itself, as a "
-        "penalty does: "
-        "use {fallback}"
+        "penalty does: use {fallback}"
     )
 
     def is_requested(self, layout: Layout) -> bool:

@@ -85,7 +85,7 @@ QUICK = ("fsdp2", "tensor_parallel", "sequence_parallel", "pipeline_parallel")
 def pair(config: str, recipe: str) -> Any:
     """A parameter of a test, with its marks."""
     is_rare = config not in OFTEN.get(recipe, [name for name in FLOAT32_CONFIGS if name not in PRODUCTS])
-    is_quick = (config == "ddp" and not is_rare) or (recipe == "transformer" and config in QUICK)
+    is_quick = config == "ddp" or (recipe == "transformer" and config in QUICK)
     marks = pytest.mark.quick if is_quick else pytest.mark.full if is_rare else []
     return pytest.param(config, recipe, marks=marks)
 

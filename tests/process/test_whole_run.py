@@ -70,7 +70,7 @@ BEGINS: dict[tuple[str, str], str | None] = {
     ("noise_in_step", "ddp"): None,
     **{("noise_in_step", config): "draws random numbers in step 4, and " for config in (*DIVIDING, "zbv")},
     ("norm_in_step", "ddp"): None,
-    ("plateau --eval_every 1", "ddp"): None,
+    **{(f"plateau{often}", "ddp"): None for often in ("", " --eval_every 1")},
     ("running_mean", "tensor_parallel"): None,
     ("norm_in_step", "interleaved"): None,
     ("norm_in_step", "deepspeed_zero2"): "begins to call norm with what DeepSpeed ZeRO-2 gives it",

@@ -44,6 +44,7 @@ class VisionEncoder:
         small, wide = Image.new("RGB", (48, 48), "white"), Image.new("RGB", (96, 48), "grey")
         both = self._process(render(_asking(2), processor), [small, wide])
         length = both["input_ids"].shape[1]
+        # Special tokens that stand for an image: in a text, the model would look for one more.
         without = self._process(render(_asking(0), processor), [])["input_ids"][0].tolist()
         found = {*both["input_ids"][0].tolist()} - {*without}
         added = processor.tokenizer.added_tokens_decoder.items()
@@ -105,7 +106,7 @@ class VisionEncoder:
         """
         shown = [sum(part["type"] == "image" for part in message["content"]) for message in messages]
         texts = [part["text"] for message in messages for part in message["content"] if part["type"] == "text"]
-        for mark in [mark for mark in self._marks if any(mark in text for text in texts)]:
+        if mark := next((mark for mark in self._marks if any(mark in text for text in texts)), ""):
             raise UsageError(f"a text has {mark}, which the processor writes for an image: remove it")
         if any(number and message["role"] == "assistant" for number, message in zip(shown, messages)):
             raise UsageError("an answer has an image, which a model cannot learn to write: move it to a question")

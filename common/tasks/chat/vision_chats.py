@@ -122,7 +122,10 @@ class _Rows:
         if isinstance(images, str) and images.startswith("["):
             images = json_of(row, self.images, list)
         given = [] if images is None else images if isinstance(images, list) else [images]
-        messages, given = with_parts(json_of(row, self.messages, list), given)
+        messages = row[self.messages]
+        if isinstance(messages, str):
+            messages = json_of(row, self.messages, list)
+        messages, given = with_parts(messages, given)
         return messages, [_open(image, self.folder, self.opener) for image in given]
 
 
