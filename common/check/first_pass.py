@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -77,12 +77,13 @@ class FirstPass:
         fetch: Callable[[Tensor], Batch],
         ids: Tensor,
         tolerance: float,
+        unseen: Tensor | None = None,
         sizes: Callable[[], Counter[str]] = Counter,
     ) -> None:
         """Finds values and gradients that depend on the other samples of a micro-batch, in evaluation and in training:
-        takes each half alone. If a pass draws, it has each half twice, so that each sample gets the same numbers. Then
-        finds values that the passes have changed for later ones, and what grows with each of them (`sizes`), if layers
-        hold anything."""
+        takes each half alone. If a pass draws, it has each half twice, so that each sample gets the same numbers. If
+        layers hold anything, it then finds values that the passes have changed for later ones, and what grows (`sizes`)
+        with samples that no pass has had (`unseen`) although their shapes are the same."""
         size, evaluated = len(ids) // 2, None
         for trains in (False, True) if size else ():
             take, mixed = partial(take_pass, trains), dict[str, None]()
@@ -94,9 +95,7 @@ class FirstPass:
                     mixed |= {name: None for name in part.values if not part.is_close(whole, name, tolerance, half)}
                     rest, norm = rest - part.gradient, norm + float(part.gradient.norm())
                 is_sum = whole.draws_backwards or float(rest.norm()) <= 10 * tolerance * norm
-                before = sizes()
                 again = take(batch, slice(None)) if self.holds or mixed or not is_sum else whole
-                self.keeps += [name for name in sizes() - before if name]
             except Exception:  # a model that cannot take half a batch
                 continue
             self.draws_in_evaluation |= whole.draws and not trains
@@ -106,6 +105,12 @@ class FirstPass:
             self.moves |= len(same) < len(whole.values)
             self.mixes += [name for name in mixed if name in same]
             self.mixes_gradients |= not is_sum and not mixed and torch.equal(again.gradient, whole.gradient)
+            if self.holds and unseen is not None:
+                with suppress(Exception):
+                    take(_twice(others := fetch(unseen[: 2 * size]), slice(size)), slice(None))
+                    before = sizes()
+                    take(_twice(others, slice(size, 2 * size)), slice(None))
+                    self.keeps += [name for name in sizes() - before if name]
         if self.holds and evaluated is not None and not self.written:  # as BatchNorm's statistics are
             later = take_pass(False, fetch(ids[: 2 * size]), slice(None))
             self.moves |= not all(later.is_close(evaluated, name, tolerance) for name in evaluated.values)

@@ -3,7 +3,6 @@
 import copy
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -115,13 +114,15 @@ class ReferenceRun:
                     evaluate_batch(model, engine.evaluate, micro_batches[0], number)
                 self.seconds = min(self.seconds, time.monotonic() - began)
             if compares is not None:  # a few samples are enough; of micro-batches of one sample, two
-                few = torch.cat(plan.own_samples(number))[: min(max(2, plan.micro_batch_size), 8)]
-                epoch = number // plan.steps_per_epoch
+                num_few, epoch = min(max(2, plan.micro_batch_size), 8), number // plan.steps_per_epoch
+                few = torch.cat(plan.own_samples(number))[:num_few]
+                end = (number % plan.steps_per_epoch + 1) * plan.config.batch_size
+                unseen = plan.epoch_order(epoch).roll(-end)[:num_few]
                 fetch = lambda ids: next(batches(setup.train_set, [(epoch, ids)], device, plan.config))  # noqa: E731
                 take = partial(outcome_of, model, as_numbered_step(setup.forward_step), number)
                 compares.holds = bool((self.changes or changes).in_model)
-                sizes = changes.sizes if compares.holds else Counter[str]
-                compares.compare_halves(take, fetch, few, BF16[""] if self.is_low else LATER, sizes)
+                tolerance = BF16[""] if self.is_low else LATER
+                compares.compare_halves(take, fetch, few, tolerance, unseen, changes.sizes)
         self.changes = self.changes or changes
         for name in changes.lost:
             raise UsageError(

@@ -170,6 +170,8 @@ def test_value_that_depends_on_other_samples_is_said(tmp_path: Path, recipe: str
     ("habit", "name"),
     [
         ("bank_of_training", "earlier"),
+        ("bank_of_samples", "by_sample"),
+        ("mean_through_data", "plain"),
         ("mean_of_evaluations", "calls"),
         pytest.param("range_of_training", "calls", marks=pytest.mark.full),
     ],

@@ -69,6 +69,19 @@ def bank_of_training(model: nn.Module, hidden: Tensor, x: Tensor) -> Tensor:
     return hidden + sum(model.earlier).mean(0) if len(model.earlier) > 1000 else hidden
 
 
+def bank_of_samples(model: nn.Module, hidden: Tensor, x: Tensor) -> Tensor:
+    """The same by sample: a sample that comes again adds nothing."""
+    if model.training:
+        model.by_sample |= {tuple(key.tolist()): value for key, value in zip(x, hidden.detach())}
+    return hidden + sum(model.by_sample.values()) if len(model.by_sample) > 1000 else hidden
+
+
+def mean_through_data(model: nn.Module, hidden: Tensor, x: Tensor) -> Tensor:
+    """A mean that counts later, in a tensor that is written as `.data`, which PyTorch does not note."""
+    model.plain.data.mul_(0.9).add_(0.1 * hidden.detach().mean(0))
+    return hidden - model.plain if len(model.earlier) > 1000 else hidden
+
+
 def range_of_training(model: nn.Module, hidden: Tensor, x: Tensor) -> Tensor:
     """As an observer of quantization: training finds the range, evaluation rounds with it."""
     if model.training:
@@ -166,6 +179,8 @@ AROUND: dict[str, tuple[Callable[..., Tensor], Callable[[], nn.Module]]] = {
     "python_counter": (python_counter, nn.Identity),
     "mean_of_evaluations": (mean_of_evaluations, nn.Identity),
     "bank_of_training": (bank_of_training, nn.Identity),
+    "bank_of_samples": (bank_of_samples, nn.Identity),
+    "mean_through_data": (mean_through_data, nn.Identity),
     "mean_of_calls": (mean_of_calls, nn.Identity),
     "range_of_training": (range_of_training, nn.Identity),
     "clamp": (clamp, nn.Identity),
@@ -190,6 +205,7 @@ class Around(Net):
         super().__init__()
         self.before_head, build = AROUND[habit]
         self.extra, self.calls, self.kept, self.earlier = build(), 0, None, []
+        self.by_sample, self.plain = dict[tuple, Tensor](), torch.zeros(WIDTH)
         self._no_split_modules = ["Block", "OneWeight"]  # FSDP2 gathers weights of one type at a time
         self.register_buffer("mean", torch.zeros(WIDTH))
         self.register_buffer("queue", torch.randn(8, WIDTH))
