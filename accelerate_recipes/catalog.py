@@ -14,6 +14,7 @@ from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.console import AsJson, print_entry, print_json
 from accelerate_recipes.paths import is_path, text_of
 
+MOST_PROCESSES = 10**6  # that a config may ask for
 # Drivers of NVIDIA's (also under WSL), AMD's, Intel's and Ascend's accelerators.
 DRIVERS = [Path("/dev") / name for name in ("nvidiactl", "dxg", "kfd", "dri", "davinci_manager")]
 

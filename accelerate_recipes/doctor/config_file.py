@@ -7,10 +7,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from accelerate_recipes.catalog import MOST_PROCESSES
 from accelerate_recipes.common.errors import Edit
 from accelerate_recipes.doctor.machine import Machine
 
-MOST = 10**6  # processes
 # Accelerate starts a single process for these, the processes of all other types through torchrun.
 ONE_PROCESS = ("NO", "MULTI_CPU")
 # {section: prefix that Accelerate adds to keys that lack it}
@@ -108,7 +108,7 @@ def _full(section: str, key: Any) -> str:
 
 def is_count(value: Any) -> bool:
     """Whether this is a whole number above 0, and not more than any machines have."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= MOST_PROCESSES
 
 
 def is_true(value: Any) -> bool:

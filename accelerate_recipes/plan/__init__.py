@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from accelerate_recipes import bundle
-from accelerate_recipes.catalog import find_config, find_recipe
+from accelerate_recipes.catalog import MOST_PROCESSES, find_config, find_recipe
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.console import AsJson, Flags, print_json
 from accelerate_recipes.matrix import PIPELINES
@@ -23,7 +23,7 @@ def plan(
     ] = None,
     num_processes: Annotated[
         int | None,
-        typer.Option("--num_processes", help="GPUs on all machines (default: the config's)", min=1, max=10**6),
+        typer.Option("--num_processes", help="GPUs on all machines (default: the config's)", min=1, max=MOST_PROCESSES),
     ] = None,
     num_machines: Annotated[
         int | None, typer.Option("--num_machines", help="machines (default: the config's)", min=1)
@@ -43,7 +43,7 @@ def plan(
     Example: accelerate-recipes plan recipes/transformer.py --config fsdp2 --num_processes 2 --gpu h100
     """
     from accelerate_recipes.plan import printing
-    from accelerate_recipes.plan.ask import Case, alternatives, larger, plans, scale_up
+    from accelerate_recipes.plan.ask import Case, alternatives, count, larger, plans, scale_up
     from accelerate_recipes.plan.estimates import Estimate, NoPlan
     from accelerate_recipes.plan.hardware import read
 
@@ -55,6 +55,8 @@ def plan(
     parser.add_argument("--pipeline_stages", "--pipeline-stages", dest="stages", type=int, default=1)
     known, flags = parser.parse_known_args(flags or [])
     changes = dict(_setting(text) for text in settings or ())
+    for key in ("num_processes", "num_machines"):  # once, not for each config
+        count(changes, key)
     # Without --config: those of ours for one machine. The others differ in the number of machines alone.
     of_one_machine = [path for path in bundle.configs() if not path.stem.startswith("multi_node")]
     paths = [find_config(name) for name in config or ()] or of_one_machine

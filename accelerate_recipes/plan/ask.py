@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from accelerate_recipes.at_fit import at_fit
-from accelerate_recipes.catalog import find_config, mapping_in
+from accelerate_recipes.catalog import MOST_PROCESSES, find_config, mapping_in
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.plan.clock import grow, num_sent, step_seconds
 from accelerate_recipes.plan.estimates import Estimate, Facts, NoPlan, RunFacts, Sent, Speed, StepFacts
@@ -38,8 +38,9 @@ class Case:
     def write(self, folder: Path) -> tuple[Path, dict[str, int]]:
         """(a config file for this case, what it changes besides the number of processes). Raises UsageError."""
         content = mapping_in(self.config)
-        number = self.num_processes or content.get("num_processes") or 1
-        machines = self.num_machines or content.get("num_machines") or 1
+        given = {**content, **self.settings}
+        number = self.num_processes or count(given, "num_processes")
+        machines = self.num_machines or count(given, "num_machines")
         if number % machines:
             raise UsageError(f"{number} processes do not divide into {machines} machines: use another --num_processes")
         sizes = _sizes(content.get("parallelism_config") or {}, self.settings, number // self.stages, machines)
@@ -55,13 +56,19 @@ class Case:
         return path, sizes
 
 
+def count(given: Mapping[str, Any], key: str) -> int:
+    """A number of a config, by default 1. Raises UsageError for another value."""
+    value = 1 if given.get(key) is None else given[key]
+    if not str(value).isdecimal() or not 0 < int(value) <= MOST_PROCESSES:
+        raise UsageError(f"{key} is {value}: use a whole number from 1 to {MOST_PROCESSES:,}")
+    return int(value)
+
+
 def _sizes(asked: dict[str, Any], settings: Mapping[str, int | str], number: int, machines: int) -> dict[str, int]:
     """The sizes of a parallelism_config that the number of processes of a stage changes. Replicas are machines; then
     the shards grow, else the processes that share a layer; those that share a sample's tokens get replicas."""
     prefix = "parallelism_config_"
-    sizes = {
-        key.removeprefix(prefix).removesuffix("_size"): int(value) for key, value in asked.items() if "_size" in key
-    }
+    sizes = {key.removeprefix(prefix).removesuffix("_size"): count(asked, key) for key in asked if "_size" in key}
     if any(key.startswith(prefix) for key in settings) or not {"dp_replicate", "dp_shard", "tp", "sp"} & set(sizes):
         return {}
     before = dict(sizes)

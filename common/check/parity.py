@@ -117,9 +117,10 @@ class ParityCheck:
             raise problem
         if problem is not None:
             self.numbers = range(0)
+            other = "a config without fp16" if self.layout.precision == "fp16" else "a smaller model"
             self.accelerator.print(
-                f"the first steps are not checked against one process ({problem}): run "
-                "accelerate-recipes verify with a smaller model"
+                f"the first steps are not checked against one process ({problem}): run accelerate-recipes verify with "
+                f"{other}"
             )
         elif self._error is None:
             self._first_pass.say(self.plan, self.accelerator.print)

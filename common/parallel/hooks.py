@@ -1,7 +1,9 @@
 """Gives hooks on weights, and code that reads sharded weights, the same values as on one process."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import UsageError
 from ..layout import Layout
+from ..package import is_own
 from ..step.engine import Engine
 from ..weights.shards import is_divided
 
@@ -81,15 +84,20 @@ def _on_whole(function: Hook, factor: int, gradient: Any) -> Tensor | None:
 
 
 def refuse_numbers_of_shares() -> None:
-    """Makes `float()` and `.item()` of a divided tensor raise UsageError: torch returns the share's number."""
+    """Makes `float()` and `.item()` of a divided tensor raise UsageError, or RuntimeError where a package calls them:
+    torch returns the share's number."""
     from torch.distributed.tensor import DTensor
 
     def number(operation: Any, args: Any, kwargs: Any) -> Any:
         if any(not placement.is_replicate() for placement in args[0].placements):
-            raise UsageError(
-                "the recipe, a hook or the optimizer reads a number, with float() or .item(), from a tensor of which "
-                "this process has a share: call .full_tensor() first, in all processes"
-            )
+            frame = sys._getframe(1)
+            while frame.f_back and frame.f_globals.get("__name__", "").startswith(("torch.distributed.", "torch._")):
+                frame = frame.f_back
+            reads = "reads a number, with float() or .item(), from a tensor of which this process has a share"
+            if not is_own(frame.f_code.co_filename):
+                raise RuntimeError(f"{frame.f_code.co_name} of {frame.f_globals.get('__name__')} {reads}")
+            place = f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno},"
+            raise UsageError(f"{place} {reads}: call .full_tensor() first, in all processes")
         return operation(args[0].to_local())
 
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
