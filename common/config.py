@@ -26,9 +26,9 @@ def flag(default: Any, help: str, **bounds: float) -> Any:
     """A config field that is also a command-line flag.
 
     Args:
-        default: value if the flag is not given. A recipe's subclass may override the default alone.
+        default: value if the flag is not given. A recipe's subclass may override only the default.
         help: what `--help` prints.
-        bounds: `minimum` and `maximum` of the values, or what these must be `above` or `below`.
+        bounds: `minimum` and `maximum` of the values, or limits that they must be `above` or `below`.
     """
     if unknown := {*bounds} - {*BOUNDS}:
         raise TypeError(f"flag() has no {', '.join(unknown)}: use {', '.join(BOUNDS)}")
@@ -150,7 +150,7 @@ class RunConfig:
             )
         if self.check_every and not self.save_every:
             raise UsageError(f"--check_every {self.check_every} needs checkpoints to check: use --save_every, too")
-        if self.overwrite_output_dir and self.resume_from_checkpoint == "latest":  # each restart would begin anew
+        if self.overwrite_output_dir and self.resume_from_checkpoint == "latest":  # each restart would start over
             raise UsageError(
                 "--overwrite_output_dir starts over, --resume_from_checkpoint latest continues: use one of them; in "
                 "a job that may restart use the latter, which starts afresh if there is no checkpoint"

@@ -1,4 +1,4 @@
-"""accelerate-recipes plan: what a run will take on a cluster, before anything is spent."""
+"""accelerate-recipes plan: estimates what a run will need on a cluster, before you pay for it."""
 
 from argparse import SUPPRESS, ArgumentParser
 from dataclasses import asdict
@@ -55,7 +55,7 @@ def plan(
     parser.add_argument("--pipeline_stages", "--pipeline-stages", dest="stages", type=int, default=1)
     known, flags = parser.parse_known_args(flags or [])
     changes = dict(_setting(text) for text in settings or ())
-    # Without --config: those of ours for one machine. The others differ in the number of machines alone.
+    # Without --config: our configs for one machine. The others differ only in the number of machines.
     of_one_machine = [path for path in bundle.configs() if not path.stem.startswith("multi_node")]
     paths = [find_config(name) for name in config or ()] or of_one_machine
     cases = [

@@ -37,7 +37,7 @@ class Rehearsal:
     moved: dict[int, Step]  # the same from weights that are perturbed by rounding errors: a trajectory amplifies them
     first: Step  # the first step of the run
     is_low: bool  # whether a layer computes with fewer bits than float32
-    keeps: str  # what layers hold and the first steps changed
+    keeps: str  # names of what layers hold, if the first steps changed it
 
     @classmethod
     def take(cls, run: ReferenceRun, first: Step, first_pass: FirstPass, number: int) -> "Rehearsal | None":
@@ -152,7 +152,7 @@ class AfterSaves:
         while not self._own.keys() <= alone.keys():
             is_over = self._process.poll() is not None  # before its records are read
             text = path.read_text() if path.exists() else ""
-            records = [json.loads(line) for line in text.split("\n")[:-1]]  # those that are complete
+            records = [json.loads(line) for line in text.split("\n")[:-1]]  # the complete ones
             alone = {each["step"]: (each["train/loss"], each["grad_norm"]) for each in records if "grad_norm" in each}
             if is_over and not self._own.keys() <= alone.keys():
                 lines = (self._folder / "output.txt").read_text(errors="replace").split("\n")

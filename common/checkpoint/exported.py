@@ -32,7 +32,7 @@ MAX_FILE_BYTES = 5_000_000_000
 
 
 def try_export(setup: Setup, group: CpuGroup) -> None:
-    """Tries what the export after the last step needs: the main process writes the small files and removes them, and
+    """Tests the export after the last step: the main process writes the small files and removes them, and
     checks that there is room for the weights. A collective. Raises UsageError if the export would fail."""
     output_dir, module, line = setup.plan.config.output_dir, setup.model, None
     dtype = export_dtype(setup.plan.config.export_dtype, module)

@@ -60,7 +60,7 @@ def digest_of_json(content: dict[str, Any]) -> str:
 
 
 def check_same_model(folder: Path, shapes: dict[str, list[int]], model: nn.Module) -> None:
-    """Raises UsageError unless the weights in a folder, given as {name: shape}, match those of `model`."""
+    """Raises UsageError unless the weights in a folder, given as {name: shape}, match `model`."""
     own = checkpoint_tensors(model)
     if shapes.keys() != own.keys():
         name = min(shapes.keys() ^ own.keys())

@@ -16,7 +16,7 @@ Hook = Callable[[Tensor], Tensor | None]
 
 
 def take_hooks(model: nn.Module, layout: Layout, fallback: str) -> dict[str, list[Hook]]:
-    """{name: hooks} of a model's weights, which lose them. Raises UsageError for hooks whose values would differ."""
+    """Removes the hooks of a model's weights, and returns {name: hooks}. Raises UsageError if values would differ."""
     found: dict[str, list[Hook]] = {}
     for name, weight in model.named_parameters():
         with torch._C.DisableTorchFunctionSubclass():  # a weight on the disk stays there
@@ -87,8 +87,8 @@ def refuse_numbers_of_shares() -> None:
     def number(operation: Any, args: Any, kwargs: Any) -> Any:
         if any(not placement.is_replicate() for placement in args[0].placements):
             raise UsageError(
-                "the recipe, a hook or the optimizer reads a number, with float() or .item(), from a tensor of which "
-                "this process has a share: call .full_tensor() first, in all processes"
+                "the recipe, a hook or the optimizer reads a number, with float() or .item(), from a tensor "
+                "that is divided among processes: call .full_tensor() first, in all processes"
             )
         return operation(args[0].to_local())
 

@@ -27,7 +27,7 @@ PREVIOUS = "previous"  # keeps what this run replaces until this run is done
 SHARED_FOLDER_S = 10  # longest wait for a network file system to show a new file
 TRAINED = "trained"  # in the card of a run that is done, but whose recipe failed after it
 _over: list[Path] = []  # the folders of the runs of this process that are done
-STARTS_OVER = "starts_over"  # this file marks all in the folder as an earlier run's, which a new run replaces
+STARTS_OVER = "starts_over"  # this file marks the folder's content as an earlier run's, which a new run replaces
 
 
 class OutputDir:
@@ -75,7 +75,7 @@ class OutputDir:
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if is_silent := isinstance(error, SystemExit) and not error.code:  # its exit code says that all is done
-            error = UsageError("the recipe called sys.exit() during the run: remove that call, else it has no model")
+            error = UsageError("the recipe called sys.exit() during the run: remove that call: it left no model")
         if error is None:
             _over.append(self.path)
         else:
@@ -93,7 +93,7 @@ class OutputDir:
             raise error from None
 
     def write_card(self, card: dict[str, Any]) -> None:
-        """Writes the run card. The folder is then this run's; one that is done replaces what was there before."""
+        """Writes the run card. The folder then belongs to this run; a run that is done replaces what was there."""
         self.card = card
         replace_card(self.path, card)
         self._unmark()
@@ -241,7 +241,7 @@ def fail_after_run(failure: Failure) -> None:
 
 
 def starts_over(output_dir: Path) -> bool:
-    """Whether a new run replaces what is in the folder, and was interrupted before it had begun."""
+    """Whether a new run replaces the content of the folder, and was interrupted before it had begun."""
     return (output_dir / STARTS_OVER).exists()
 
 

@@ -21,7 +21,7 @@ GIVEN_BACK = (
 ALL = ",".join(GIVEN_BACK)  # one that is not given back changes the losses
 OTHER, SEVERAL = (
     "besides the hidden states: another stage of the pipeline has that",
-    "times, where the pipeline was cut",
+    "times, but the pipeline was cut",
 )
 ONE = "does not give the result of one process"
 PIPELINES = ("pipeline_parallel", "interleaved", "zbv")
@@ -36,7 +36,7 @@ STATES: dict[tuple[str, str], str | None] = {  # None: the result of one process
     ("hooks_momentum", "tensor_parallel"): None,
     ("hooks_after", "fsdp2"): "has a hook, after its gradient is accumulated",
     ("hook_of_the_step", "ddp"): None,
-    ("hook_of_the_step", "fsdp2"): "from a tensor of which this process has a share: call .full_tensor() first",
+    ("hook_of_the_step", "fsdp2"): "from a tensor that is divided among processes: call .full_tensor() first",
     ("hook_of_all_steps", "ddp"): None,
 }
 BEGINS: dict[tuple[str, str], str | None] = {
@@ -74,7 +74,7 @@ BEGINS: dict[tuple[str, str], str | None] = {
     ("running_mean", "tensor_parallel"): None,
     ("norm_in_step", "interleaved"): None,
     ("norm_in_step", "deepspeed_zero2"): "begins to call norm with what DeepSpeed ZeRO-2 gives it",
-    ("norm_in_step", "fsdp2"): "from a tensor of which this process has a share: call .full_tensor() first",
+    ("norm_in_step", "fsdp2"): "from a tensor that is divided among processes: call .full_tensor() first",
     ("number", "pipeline_parallel"): "branches on blocks.0.up.weight",
     ("norm_in_a_hook", "pipeline_parallel"): OTHER,
     ("clipping", "pipeline_parallel"): "into another tensor: another stage of the pipeline has that",

@@ -147,7 +147,7 @@ def test_what_is_no_optimizer(make: Callable[[nn.Module], Any], expected: str) -
         (None, "the model is None: expected one torch.nn.Module"),
         ([nn.Linear(2, 2)], "the model is of the type list"),
         (marked(), "Linear is already prepared"),
-        (Compiled(), "give fit the one before torch.compile, and use --compile"),
+        (Compiled(), "give fit the model without torch.compile, and use --compile"),
         (nn.Sequential(nn.DataParallel(nn.Linear(2, 2))), "Sequential is already wrapped for several processes"),
     ],
 )

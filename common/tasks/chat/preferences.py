@@ -32,7 +32,7 @@ from .conversations import Conversation, as_messages, check_messages, num_shared
 
 OPPOSITES = {"Larger": "Smaller", "Smaller": "Larger", "After": "Before", "Before": "After"}
 LAST_WORD = re.compile(r" ?\S*\Z")
-VERSION = 5  # of the files on disk: a new number makes new ones
+VERSION = 5  # of the files on disk: a new number makes new files
 
 
 class PairDataset(Dataset):
@@ -78,7 +78,7 @@ def load_pairs(data: str, tokenizer: Any, max_length: int, max_samples: int | No
 
 def split_pair(row: dict[str, Any]) -> list[Conversation]:
     """[preferred conversation, the other one], as TRL reads a row: texts are used unchanged; without a prompt, their
-    common beginning is it. Raises UsageError for anything but lists of messages or texts."""
+    common beginning is the prompt. Raises UsageError for anything but lists of messages or texts."""
     prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
     if all(isinstance(text, str) for text in (prompt or "", chosen, rejected)):
         if prompt is None:
@@ -213,7 +213,7 @@ def add_reference(
 
 
 def drawn_pairs(config: RunConfig, layout: Layout, train_set: Any) -> list[int]:
-    """The ids of the training pairs that the steps of a run draw, and of those by which a checkpoint knows the data.
+    """The ids of the training pairs that the steps of a run draw, and of those that identify a checkpoint's data.
 
     They are in the order of the steps, so that a longer run computes the first ones in the same micro-batches, with the
     same bits. If the steps leave out less than a batch, they are all ids, in order: then runs of any seed share them.

@@ -44,7 +44,7 @@ class VisionChats:
             return self.load(self.rows[index])
 
     def select_answered(self, number: int) -> list[Conversation]:
-        """Among the first `number` conversations, those that end with an answer in text."""
+        """The conversations, among the first `number`, that end with an answer in text."""
         read = map(self.read, range(min(number, len(self))))
         found = [Conversation(messages, images=images) for messages, images in read]
         return [chat for chat in found if chat.is_answered]
@@ -104,11 +104,11 @@ class _Rows:
                 raise UsageError(
                     f"--data {data} has no column {images}: use --images_column with one of {', '.join(of_images)}"
                 )
-            say(f"--data {data} has no column {images}: the only images are those in parts of its messages")
+            say(f"--data {data} has no column {images}: it uses the images in parts of its messages")
         table.say_unread(messages, images)
 
     def find_answered(self, data: str) -> list[int]:
-        """The numbers of the conversations with an answer; a line counts others. Raises UsageError if there is none."""
+        """The numbers of conversations with an answer; a line counts the others. Raises UsageError if there is none."""
         found = [number for number, value in enumerate(self.rows.values(self.messages)) if _may_have_an_answer(value)]
         if not found:
             raise UsageError(f"--data {data}: no message has the role assistant, so there is nothing to learn")

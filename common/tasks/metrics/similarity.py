@@ -44,7 +44,7 @@ def _cosines(values: Values) -> Tensor:
 
 
 def _order(cosines: Tensor, score: Tensor) -> Tensor:
-    """A pair with a higher score has a higher cosine. One number for all, shape (batch,)."""
+    """A loss that is low if pairs with higher scores have higher cosines. One number for all, shape (batch,)."""
     over = (cosines[:, None] - cosines).masked_fill(score[:, None] >= score, -math.inf)
     return torch.cat([over.new_zeros(1), over.flatten()]).logsumexp(0).expand(len(cosines))
 

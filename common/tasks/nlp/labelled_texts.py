@@ -98,7 +98,7 @@ def load_labelled_texts(
         )
     if is_number:
         if min(len({*part}) for part in labels) < 2:  # such as a test split with hidden numbers
-            raise UsageError(f"--data {data}: the training or evaluation texts all have one number: expected others")
+            raise UsageError(f"--data {data}: the training or evaluation texts all have one number: expected several")
         train, evaluation = (Labelled(*each, ["LABEL_0"]) for each in zip(texts, labels))
         return train, evaluation
     both = [Labelled.of_names(*each, declared) for each in zip(texts, labels)]

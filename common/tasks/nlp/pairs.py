@@ -94,8 +94,8 @@ def load_pairs(
     train, evaluation = divide(parts)
     if min(len(train), len(evaluation)) < 2:
         raise UsageError(
-            f"--data {data} has {len(train)} training and {len(evaluation)} evaluation pairs: expected two or more of "
-            f"both, so {2 * HELD_OUT} rows if it has no evaluation part"
+            f"--data {data} has {len(train)} training and {len(evaluation)} evaluation pairs: expected two or more "
+            f"of each, so {2 * HELD_OUT} rows if it has no evaluation part"
         )
     return train, evaluation
 
@@ -112,7 +112,7 @@ def documented_functions() -> Iterator[tuple[ast.FunctionDef | ast.AsyncFunction
 
 
 def _standard_library() -> list[Pair]:
-    """The first paragraph of each function's docstring, and the function without it; of equal docstrings the first."""
+    """The first paragraph of each function's docstring, and the function without it. Equal docstrings: the first."""
     pairs = dict[str, str]()
     for node, docstring in documented_functions():
         del node.body[0]

@@ -27,7 +27,7 @@ CHARACTERS_PER_LINE = 50_000  # a piece ends within a line that is longer
 CHARACTERS_PER_BATCH = 1_000_000  # that are tokenised at one time
 TEXTS = dict.fromkeys((".txt", ".md", ".py"), "text")
 ADVICE = "use --data stdlib for the embedded text, or --data FILE.txt"
-VERSION = 3  # of the files of tokens: a new number makes new ones
+VERSION = 3  # of the files of tokens: a new number makes new files
 
 
 class TokenDataset(InMemoryDataset):

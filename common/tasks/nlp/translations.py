@@ -65,8 +65,8 @@ def load_translations(data: str, source: str, target: str, embedded: Callable[[]
 
 
 def make_measure(name: str) -> Callable[[list[str], list[str]], dict[str, float]]:
-    """A function from written texts and right ones to the share of equal ones, and with "bleu" sacrebleu's BLEU and
-    chrF, with "rouge" the F1 of rouge-score with stems; all in percent. Raises UsageError for a missing package."""
+    """A function of written and right texts. It returns the share that is equal; with "bleu" also sacrebleu's BLEU and
+    chrF, with "rouge" rouge-score's F1 with stems; all in percent. Raises UsageError for a missing package."""
     try:
         if name == "bleu":
             from sacrebleu import corpus_bleu, corpus_chrf

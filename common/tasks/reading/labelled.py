@@ -14,7 +14,7 @@ from torch.utils.data import Subset
 from ...data.facts import say, shorten
 from ...errors import UsageError
 
-NO_CLASS = "-1"  # in data sets of which a part has no classes
+NO_CLASS = "-1"  # in data sets with a part that has no classes
 MANY = 20  # classes: from this number on, each needs two samples
 
 
@@ -110,7 +110,7 @@ def say_odd_classes(data: str, parts: Sequence[Labelled], what: str) -> None:
 
 
 def flatten(labels: Sequence[Any]) -> list[Any]:
-    """The class of each sample; or those of the first sample, then those of the second one, ..."""
+    """The class of each sample; or all classes of the first sample, then of the second, ..."""
     return [one for label in labels for one in (label if isinstance(label, list | tuple) else [label])]
 
 
@@ -142,9 +142,9 @@ def config_of_classes(classes: list[str]) -> dict[str, Any]:
 def classes_of_model(name_or_path: str, classes: list[str]) -> tuple[list[str], bool]:
     """The classes in the order of the head that a pretrained model gets, and whether this head must be new.
 
-    A head that knows each class by one name keeps its order and its weights. One without names (LABEL_0, ...) takes the
-    classes in the order of the data; if these are numbers of most of its outputs, it takes all numbers. Any other
-    would give its outputs other names: it is new, and a line says so.
+    A head that knows each class by one name keeps its order and weights. A head without names (LABEL_0, ...) takes the
+    classes in the order of the data; if these are numbers of most of its outputs, it takes all numbers. Any other head
+    would give its outputs other names: then the head is new, and a line says so.
     """
     from transformers import PretrainedConfig
 

@@ -72,7 +72,7 @@ class CroppedImages(Dataset):
     """Samples {"image": float32 of shape (3, size, size), normalised; "label": int}.
 
     The label of images with several classes is a float32 tensor of shape (classes,), 1 for each of them. A mixed image
-    also has "other_label", and "share", the first label's. With weights of classes, a sample has a "weight"."""
+    also has "other_label", and "share", the first label's share. With weights of classes, a sample has a "weight"."""
 
     source: Labelled  # the images
     form: Preprocessing  # what the model expects
