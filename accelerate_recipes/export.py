@@ -21,7 +21,7 @@ Dtype = StrEnum("Dtype", ["auto", "float32", "bfloat16", "float16"])
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="folder of a checkpoint; or of a run, for its newest one")],
+    checkpoint: Annotated[Path, typer.Argument(help="folder of a checkpoint, or of a run to export its newest one")],
     folder: Annotated[Path, typer.Argument(help="the folder to make; it must be empty or absent")],
     dtype: Annotated[Dtype, typer.Option(help="dtype of the weights; auto: as the run exports them")] = Dtype.auto,
     as_json: AsJson = False,

@@ -33,7 +33,7 @@ def make(
         bool, typer.Option("--own_loop", help="also write the loop as loop.py, so that you can change it")
     ] = False,
     single_file: Annotated[
-        bool, typer.Option("--single_file", help="write one script on Accelerate alone, without this package")
+        bool, typer.Option("--single_file", help="write one script that needs Accelerate, but not this package")
     ] = False,
     vendor: Annotated[bool, typer.Option("--vendor", help="also copy the package, so that you can change it")] = False,
     as_json: AsJson = False,

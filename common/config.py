@@ -100,7 +100,7 @@ class RunConfig:
     save_predictions: bool = flag(
         False, "write what forward_step returns for each evaluation sample to <output_dir>/predictions.jsonl"
     )
-    evaluate_only: bool = flag(False, "train nothing: evaluate the model that an earlier run exported to output_dir")
+    evaluate_only: bool = flag(False, "do not train: evaluate the model that an earlier run exported to output_dir")
     report_to: str = flag(
         "", "trackers, separated by commas: tensorboard, trackio, wandb, ... (all that Accelerate supports)"
     )

@@ -18,7 +18,7 @@ LONGEST_S, SLOWEST = 10 * TIMEOUT_S, 1e6
 
 
 def push(
-    output_dir: Annotated[Path, typer.Argument(help="output folder of a run that is done")],
+    output_dir: Annotated[Path, typer.Argument(help="output folder of a finished run")],
     name: Annotated[str, typer.Argument(help="repository on the Hugging Face Hub; a new one is private")],
     as_json: AsJson = False,
 ) -> None:

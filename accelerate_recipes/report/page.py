@@ -41,7 +41,7 @@ def _remarks(run: Run) -> list[str]:
         time = f"{datetime.fromtimestamp(run.changed):%Y-%m-%d %H:%M:%S}"
         remarks.append(f"{run.name}: it is still running, or was killed. The last record is of {time}.")
     if run.num_damaged:
-        remarks.append(f"{run.name}: lines of metrics.jsonl that are not records, skipped: {run.num_damaged}")
+        remarks.append(f"{run.name}: skipped lines of metrics.jsonl that are not records: {run.num_damaged}")
     return remarks
 
 

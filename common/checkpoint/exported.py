@@ -212,7 +212,7 @@ def load_exported(output_dir: str | Path, model: nn.Module | None = None) -> dic
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise UsageError(
-            f"no exported model in {folder} ({reason}): train first, or use the --output_dir of a run that is done"
+            f"no exported model in {folder} ({reason}): train first, or use the --output_dir of a finished run"
         ) from None
     expected = read_card(Path(output_dir)).get("model_digest")
     if expected is not None and f"{_digest(weights) % 2**64:016x}" != expected:

@@ -161,7 +161,7 @@ def newest(output_dir: Path, opener: Callable[[Path, CpuGroup], Opened], group: 
             raise
         except (DamagedError, RunError) as error:
             unread = unread or (error if isinstance(error, RunError) else None)
-            print_once(f"{path} is not a complete checkpoint ({error}): taking the one before it")
+            print_once(f"{path} is not a complete checkpoint ({error}): using the checkpoint before it")
     if unread is not None:
         raise unread
     if paths:

@@ -205,8 +205,8 @@ def draws(name: str) -> UsageError:
 
 def _other_path(what: str) -> UsageError:
     return UsageError(
-        f"a pass of forward_step {what}, but the pipeline was cut by passes that call each layer once, on what the "
-        "layer before returned",
+        f"a pass of forward_step {what}, but the pipeline was cut by passes that call each layer once, on the "
+        "output of the layer before",
         f"use {FALLBACK}",
     )
 

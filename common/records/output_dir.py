@@ -75,7 +75,7 @@ class OutputDir:
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if is_silent := isinstance(error, SystemExit) and not error.code:  # its exit code says that all is done
-            error = UsageError("the recipe called sys.exit() during the run: remove that call: it left no model")
+            error = UsageError("the recipe called sys.exit() during the run, before it had a model: remove that call")
         if error is None:
             _over.append(self.path)
         else:
@@ -139,7 +139,7 @@ class OutputDir:
         """Locks the folder. Raises UsageError if that is impossible, or like `_check_earlier`."""
         resumed = self.config.resume_from_checkpoint
         if resumed not in (None, "latest") and not Path(resumed).is_dir():
-            raise UsageError(f"--resume_from_checkpoint {resumed}: no checkpoint there; use latest or a path to one")
+            raise UsageError(f"--resume_from_checkpoint {resumed}: no checkpoint there; use latest or the path of one")
         try:
             if not self.path.is_dir():
                 self.path.mkdir(parents=True, exist_ok=True)

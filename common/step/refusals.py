@@ -36,7 +36,7 @@ def check_given(model: Any, optimizer: Any, given: Mapping[str, Any] = MappingPr
         raise UsageError(f"fit has no option {unknown[0]}", advice)
     for name, value in {**given, **options}.items():
         if name in FUNCTIONS and not callable(value) and (value is not None or name in FUNCTIONS[:2]):
-            raise UsageError(f"{name} is {_named(value)}", "give fit the function itself, not what it returns")
+            raise UsageError(f"{name} is {_named(value)}", "give fit the function itself, not its result")
     prepared = [part for part in (model, optimizer) if getattr(part, "_is_accelerate_prepared", False)]
     if prepared or isinstance(optimizer, AcceleratedOptimizer):
         name = type(prepared[0] if prepared else optimizer).__name__

@@ -108,7 +108,7 @@ class Replicas:
         for number, other in enumerate(others, start=1):
             for name in [name for name in first if first.keys() == other.keys() and first[name] != other[name]]:
                 return (
-                    f"process {number} has {other[name]:g} as {name} of the optimizer, and process 0 {first[name]:g}. "
+                    f"process {number} has {other[name]:g} as {name} of the optimizer, process 0 has {first[name]:g}. "
                     "Likely cause: a schedule or a hook follows the loss of its own process: use step, which all share"
                 )
         bits = group.all_gather({key: int(own[key[0]]) for keys in self.shared.values() for key in keys})

@@ -145,7 +145,7 @@ def test_a_buffer_that_begins_to_depend_on_samples_ends_the_run(tmp_path: Path, 
 def test_an_optimizer_that_begins_to_follow_its_own_samples_ends_the_run(tmp_path: Path, config: str) -> None:
     run = run_of(tmp_path / "run", LATE, "--what own_momentum", config)
     assert run.exit_code == 3 and re.search(
-        r"after step 4 process 1 has [\d.]+ as momentum of group 0 of the optimizer, and process 0 [\d.]+\. Likely "
+        r"after step 4 process 1 has [\d.]+ as momentum of group 0 of the optimizer, process 0 has [\d.]+\. Likely "
         "cause: a schedule or a hook follows the loss of its own process",
         run.stderr,
     )

@@ -113,7 +113,7 @@ def machine_rank(config: Config) -> Iterator[Finding]:
     if isinstance(rank, int) and config.num_machines > 1 and not 0 <= rank < config.num_machines:
         yield Finding(
             f"machine_rank is {rank}, with num_machines: {config.num_machines}",
-            "the machines count from 0: one of them would be missing, and the others wait for it",
+            "machine ranks start at 0: one machine would be missing, and the others would wait",
             f"machine_rank: 0 on the first machine, up to {config.num_machines - 1} on the last",
         )
 
@@ -173,7 +173,7 @@ def gpu_ids(config: Config) -> Iterator[Finding]:
     lacking = [one for one in text.split(",") if one.strip().isdecimal() and int(one) >= num_gpus > 0]
     if lacking:
         yield Finding(
-            f"gpu_ids is {text}, but torch finds {num_gpus} GPUs on this machine, which count from 0",
+            f"gpu_ids is {text}, but torch finds {num_gpus} GPUs on this machine, numbered from 0",
             f"CUDA leaves out GPU {lacking[0].strip()} and those after it",
             "gpu_ids: all; unset CUDA_VISIBLE_DEVICES, if it hides GPUs",
         )

@@ -28,7 +28,7 @@ def leftovers(config: Config) -> Iterator[Finding]:
     if keys := [key for key in LEFTOVERS if section.get(key) is not None]:
         yield Finding(
             f"{', '.join(keys)} in a file for FSDP2",
-            "FSDP2 has no such choice: Accelerate ignores them, with or without a warning",
+            "FSDP2 has no such settings: Accelerate ignores them, sometimes without a warning",
             *(Edit(key, None, "fsdp_config") for key in keys),
         )
 
@@ -67,7 +67,7 @@ def _reshard(strategy: Any) -> Edit:
 def _beside(strategy: Any) -> str:
     """Advice for an FSDP1 strategy under FSDP2, besides fsdp_reshard_after_forward."""
     if "HYBRID" in _name(strategy):
-        return "add a parallelism_config as in accelerate_configs/hsdp.yaml: else all processes share one copy"
+        return "add a parallelism_config as in accelerate_configs/hsdp.yaml: otherwise all processes share one copy"
     return "NO_SHARD is DDP: accelerate_configs/ddp.yaml; this file shards" if _name(strategy) == "NO_SHARD" else ""
 
 

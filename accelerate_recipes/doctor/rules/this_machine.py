@@ -105,7 +105,7 @@ def memory(config: Config) -> Iterator[Finding]:
     if free < needed:
         yield Finding(
             f"{free / GIB:.1f} GiB of memory are free, for {wanted or 1} processes",
-            f"they take {needed / GIB:.1f} GiB before the model and the data: the system would kill one",
+            f"they take {needed / GIB:.1f} GiB before the model and the data: the system would kill a process",
             "--num_processes with a smaller number, or end other programs",
         )
 

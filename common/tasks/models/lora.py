@@ -95,7 +95,7 @@ def base_of(config: LoraFlags, merge: bool = False) -> str | None:
     if given and path is None:
         raise UsageError(f"{given[0]} adapts a pretrained model: use --model_name_or_path, too")
     if given and goes_on:
-        raise UsageError(f"{given[0]}: the adapters in {path} continue training: leave it out, or --merge them first")
+        raise UsageError(f"{given[0]}: the run continues the adapters in {path}: leave it out, or --merge them first")
     if (given or merge) and not config.lora_rank and not goes_on:
         raise UsageError(f"{'--merge' if merge else given[0]} is for adapters: use --lora_rank, too")
     if path is None or not goes_on:

@@ -162,7 +162,7 @@ def _sentences(place: Place, word_column: str, tag_column: str) -> Iterator[Sent
         raise UsageError(f"{place}: expected a word and its tag in a line, found {first.strip()[:40]!r}")
     if not {word_column, tag_column} <= {*names}:
         taken = [(name, names[column]) for name, column in zip((word_column, tag_column), at) if name not in names]
-        facts = [f"no column is called {name}: column {there} is taken" for name, there in taken]
+        facts = [f"no column is called {name}: column {there} is used" for name, there in taken]
         say(f"{place}: {', '.join(facts)}")
     tag, every = cells[at[1]], [line.split(separator)[at[1] :][:1] for line in lines]
     if not has_header and every.count([tag]) == 1 and tag != "O" and not MARK.match(tag):

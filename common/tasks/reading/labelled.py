@@ -80,7 +80,7 @@ def with_same_classes(data: str, parts: Sequence[Labelled], what: str) -> list[L
     if len({*parts[0].labels}) < 2 and not parts[0].has_several:
         raise UsageError(
             f"--data {data} has {what}s of one class, {own[parts[0].labels[0]]}: expected two or more, such as a "
-            "sub-folder for each; of a table, --max_samples takes the first rows"
+            "sub-folder for each; from a table, --max_samples takes the first rows"
         )
     if len(used) > max(MANY, size / 2):
         names = shorten(in_order(used))
@@ -100,7 +100,7 @@ def say_odd_classes(data: str, parts: Sequence[Labelled], what: str) -> None:
         alike.setdefault(plain if (number := _number(plain)) is None else number, []).append(name)
     for line, found in {
         f"classes of the evaluation that no {what} for training has": [n for n in classes if n in evaluated - trained],
-        "classes that look alike, but count as different ones": [
+        "classes that look alike, but count as different": [
             " and ".join(map(ascii, names)) for names in alike.values() if len(names) > 1
         ],
         "a class like any other here, although it may mean no class": [NO_CLASS] * (NO_CLASS in trained | evaluated),
@@ -160,10 +160,10 @@ def classes_of_model(name_or_path: str, classes: list[str]) -> tuple[list[str], 
         numbers = [*map(str, range(len(names)))]
         if not ({*classes} < {*numbers} and 2 * len(classes) > len(names)):
             return classes, False
-        say(f"the outputs of {name_or_path} have no names: they are taken as the classes 0 to {numbers[-1]}")
+        say(f"the outputs of {name_or_path} have no names: they count as the classes 0 to {numbers[-1]}")
         return numbers, False
     say(
-        f"the head is new: that of {name_or_path} knows {shorten(names)}; the data has {shorten(classes)} (a head "
+        f"the head is new: the head of {name_or_path} knows {shorten(names)}; the data has {shorten(classes)} (a head "
         "keeps its weights if it knows all classes of the data by name)"
     )
     return classes, True

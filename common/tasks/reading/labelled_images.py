@@ -94,7 +94,7 @@ def load_image_splits(data: str, advice: str, max_samples: int | None = None) ->
         tables = load_tables(data, advice, max_samples, lambda table: table.has_classes(_label_column(table)))
         parts = [_of_table(data, table) for table in tables]
     if parts[0].has_several != parts[-1].has_several:
-        raise UsageError(f"--data {data}: one part has lists of classes, the other has not: use lists in both")
+        raise UsageError(f"--data {data}: one part has lists of classes, the other does not: use lists in both")
     parts = with_same_classes(data, parts, "image")
     tasks = ["training", "evaluation"] if len(parts) == 2 else ["training and evaluation"]
     facts = [f"{len(part.labels):,} images for {task}" for part, task in zip(parts, tasks)]
