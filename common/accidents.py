@@ -62,7 +62,7 @@ def folders() -> dict[str, Path]:
 
 
 def advice(error: BaseException) -> str | None:
-    """One line for an error that the machine or a tokenizer caused, perhaps indirectly: what to type; else None."""
+    """One line for an error that the machine or a tokenizer caused, perhaps indirectly: what to type; or None."""
     lines = (_cache(each) or _open_files(each) or _worker(each) or _unknown_word(each) for each in chain(error))
     return next(filter(None, lines), None)
 

@@ -11,7 +11,7 @@ from typing import Any
 from .package import is_own
 
 MAX_IDS_NAMED = 8
-# Of torch's allocators, of cuBLAS and cuDNN, and of CUDA or NCCL.
+# Messages of torch's allocators, of cuBLAS and cuDNN, and of CUDA or NCCL.
 OUT_OF_MEMORY = re.compile(r"DefaultCPUAllocator|_STATUS_ALLOC_FAILED|out of memory", re.IGNORECASE)
 _LOOP = Path(__file__).parent
 

@@ -40,7 +40,7 @@ def ask(config: Config, script: Path | None, flags: Sequence[str]) -> Answer:
 
     Args:
         config: its machine decides whether the processes have GPUs.
-        script: a recipe; None asks about the config alone.
+        script: a recipe; None asks only about the config.
         flags: of the recipe.
     """
     question: list[Any] = [str(config.path), bool(config.machine.gpus), config.likely_flags, True]  # of `refusals_of`
@@ -85,7 +85,7 @@ def refusals_of(
     """The refusals of a run under the config. Changes the variables of this process.
 
     Args:
-        setup: from `of_any_size`; None: asks about the config file alone.
+        setup: from `of_any_size`; None: asks only about the config file.
         config: the flags of the run.
         path: of the config file.
         likely: flags for values that the file should have.

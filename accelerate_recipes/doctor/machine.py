@@ -72,7 +72,7 @@ def look() -> Machine:
     gpus, why_no_gpu = _gpus()
     default_config = folders()["HF_HOME"] / "accelerate/default_config.yaml"  # `accelerate launch` reads it
     default_values: dict[str, Any] = {}
-    with suppress(UsageError):  # there is no such file, or it is not a config
+    with suppress(UsageError):  # no such file, or not a config
         default_values = mapping_in(default_config)
     shared, (open_files, _) = Path("/dev/shm"), resource.getrlimit(resource.RLIMIT_NOFILE)
     return Machine(

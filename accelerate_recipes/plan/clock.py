@@ -14,7 +14,7 @@ def bytes_to_send(collective: str, size: float, num_ranks: int) -> float:
 
 
 def num_machines(group: Group, per_machine: int) -> int:
-    """On how many machines a group has processes."""
+    """The number of machines with processes of a group."""
     first, count, distance = group
     return (
         (first + (count - 1) * distance) // per_machine - first // per_machine + 1 if distance < per_machine else count

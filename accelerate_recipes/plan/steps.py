@@ -143,7 +143,7 @@ def _num_bytes(tensors: list[Tensor]) -> int:
 
 
 def _accelerator(layout: Layout) -> Any:
-    """As `start` makes it, for processes that do not exist."""
+    """The accelerator that `start` would make, for processes that do not exist."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

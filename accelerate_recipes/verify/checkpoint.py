@@ -127,7 +127,7 @@ def _is_checked(folder: Path) -> bool:
 
 
 def _row(name: str, run: Finished, checkpoint: Path, origin: Origin, script: Path) -> tuple[Row, str]:
-    """The row of a run, and the lines below it. Raises UsageError if no other config would find more."""
+    """The row of a run, and the lines below it. Raises UsageError if every other config would end the same way."""
     if run.refusal is not None:
         row = Row(name, None, refusal=run.refusal)
         if not row.found_by_check and origin.script != script.name:

@@ -45,7 +45,7 @@ class Rehearsal:
         plan = run.setup.plan
         later = {min(step, plan.num_steps - number) for step in STEPS} - {*range(plan.config.check_steps + 1)}
         numbers = [number + step - 1 for step in sorted(later) if run.seconds * step * 2 <= MAX_SECONDS]
-        # These may follow evaluations, which are not repeated here.
+        # Later steps may follow evaluations, which are not repeated here.
         if run.setup.options.get("batch_loss") or run.setup.may_follow_evaluations:
             numbers = [last for last in numbers if not any(map(plan.evaluates, range(number + 1, last + 1)))]
         if not numbers or run.setup.accelerator.device.type != "cpu":

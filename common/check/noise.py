@@ -16,7 +16,7 @@ REPEATED, SMALL = 1e-4, 0.01  # how far a repeated gradient may differ, of its s
 # sign. The share of such elements is about the share of rounding in the gradient, and the distance its square root.
 TIMES_ROOT = 10
 IS_ROUNDING = 0.01  # share of a gradient that changes with rounding: above, it is zero in exact arithmetic
-IS_SMALL = 3e-4  # the same of one element: its gradient may be as small as Adam's epsilon, and its update changes
+IS_SMALL = 3e-4  # the same for one element: its gradient may be as small as Adam's epsilon, and its update changes
 
 
 def without_noise(gaps: dict[Key, Gap], reference: Reference, number: int) -> tuple[dict[Key, Gap], list[str]]:

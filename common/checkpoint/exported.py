@@ -190,7 +190,7 @@ def _name_files(folder: Path, files: list[list[str]], size: int) -> None:
 
 
 def _digest(weights: Mapping[str, Tensor]) -> int:
-    """The sum of digests of the name, type and bytes of each weight. It finds accidents, not forgeries."""
+    """The sum of digests of the name, type and bytes of each weight. It detects accidents, not forgeries."""
     total = 0
     for name, tensor in weights.items():
         digest = xxhash.xxh3_64(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

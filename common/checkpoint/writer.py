@@ -142,9 +142,9 @@ def _publish(aside: Path, folder: Path, content: dict[str, Any], manifests: list
             raise OSError(f"{name} has a different size in process 0 than in the process that wrote it")
     for name, tensor in tensors.items():
         check_coverage(name, tensor)
-    # As a reader will load it.
+    # The content as a reader will load it.
     content = json.loads(json.dumps({"format": FORMAT, **content, "files": files, "tensors": tensors}))
-    # Without an indent, which takes five times as long.
+    # No indent: it would take five times as long.
     (aside / MANIFEST).write_text(json.dumps(content | {"sha256": digest_of_json(content)}) + "\n", encoding="utf-8")
     flush(aside / MANIFEST)
     flush(aside)

@@ -72,7 +72,7 @@ class Mixture(ConcatDataset):
         def with_sources(model: Any, batch: Batch, *number: int) -> dict[str, torch.Tensor]:
             values = forward_step(model, {name: value for name, value in batch.items() if name != SOURCE}, *number)
             source = batch.get(SOURCE, torch.tensor(-1))  # an evaluation set need not be a mixture
-            # Not classes, which have no mean.
+            # Leaves out classes, which have no mean.
             metrics = {k: each.detach() for k, each in values.items() if each.ndim == 1 and each.is_floating_point()}
             for place, name in enumerate(self.names) if "loss" in values else ():  # not with a batch_loss
                 share = (source == place).to(values["loss"]).expand(len(values["loss"]))

@@ -79,7 +79,7 @@ class Absent(Tensor):
 
     @property
     def requires_grad(self) -> bool:
-        """As for the weight: a penalty may leave out frozen ones."""
+        """The weight's own value: a penalty may leave out frozen weights."""
         return self.is_trained
 
     @requires_grad.setter

@@ -250,5 +250,5 @@ def _alone(setup: Setup) -> Iterator[Forward]:
 
 
 def _detached(value: Any) -> Any:
-    """Without the graph: while one is alive, a weight whose place another tensor takes cannot be restored."""
+    """Drops the graph: while one is alive, a weight whose place another tensor takes cannot be restored."""
     return tree_map(lambda each: each.detach() if isinstance(each, Tensor) else each, value)

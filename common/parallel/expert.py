@@ -101,7 +101,7 @@ class ExpertGroup:
     """
 
     def __init__(self, mesh: Any, tensor: TensorGroup | None = None):
-        # This process holds the experts from rank × (experts / size) on.
+        # The first expert of this process is number rank × (experts / size).
         self.size, self.rank = mesh["experts"].size(), mesh.get_local_rank("experts")
         self._group, self._replicas = mesh.get_group("experts"), mesh.get_group("replicas")
         self._tensor, self._num_replicas = tensor, mesh["replicas"].size()

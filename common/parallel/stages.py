@@ -100,7 +100,7 @@ def in_one_stage(forward_step: NumberedStep, ranks: Collection[int]) -> Numbered
 class Stage(nn.Module):
     """A range of the layers of a model, and what runs before or after all of them.
 
-    Layers of other stages keep their place and class and lose their weights. Those before this stage return tensors
+    Layers of other stages keep their place and class and lose their weights. Layers before this stage return tensors
     without values, except the last of them, which returns what `forward` got; the layer after this stage ends the pass.
     Before the first layer, weights of other stages have no values either: the results are replaced. The model is
     changed in place.

@@ -168,7 +168,7 @@ class Engine:
         if "weight" not in micro_batches[0]:
             return self._mean_scale, plan.config.batch_size / layout.data_parallel_size
         weight = torch.stack([batch["weight"].sum() for batch in micro_batches]).sum()
-        # Of the processes with the same samples, the first one counts them.
+        # Among processes with the same samples, the first one counts them.
         total = self.accelerator.reduce(weight * (layout.rank % layout.model_parallel_size == 0), "sum")
         # With a total of 0 the losses are 0; divided by it, they would be NaN.
         return self._num_averaged / total.where(total > 0, 1), weight

@@ -75,7 +75,7 @@ class Trained:
         )
 
     def say(self, step: int) -> dict[str, list[str]]:
-        """At each record, a collective. Once, after enough steps, prints a line for weights whose gradient was always
+        """A collective at each record. Once, after enough steps, prints a line for weights whose gradient was always
         zero, and one for weights that no step has moved despite a gradient. Returns their names, for the run card."""
         since, before = self._first_record or (step, self._bits)
         if self._is_over or step - since < LEAST_STEPS:

@@ -66,7 +66,7 @@ class LazyParameter(nn.Parameter):
         return nn.Parameter.__deepcopy__(self, memo)
 
 
-# These need no values. Any other function reads the weight early, which takes memory and changes no result.
+# These functions need no values. Any other function reads the weight early, which takes memory and changes no result.
 READ = ["shape", "dtype", "ndim", "nbytes", "layout", "is_meta", "is_leaf", "requires_grad", "grad", "grad_fn"]
 CALLED = ["size", "dim", "numel", "stride", "is_floating_point", "is_complex", "requires_grad_"]
 FACTS = {

@@ -117,7 +117,7 @@ class ChatDataset(ListDataset):
 
     Args:
         chats: the conversations.
-        block: None for one per sample. Else several are packed into a sample of this many tokens, where they were cut;
+        block: None for one per sample. Otherwise a sample packs several into this many tokens, where they were cut;
             then there are "positions", which start at 0 for each conversation, and for the padding at the end.
     """
 

@@ -166,7 +166,7 @@ def add_reference(
     Collective.
 
     Args:
-        model: for a later call of `fit`; perhaps with adapters. It is not changed.
+        model: for a later call of `fit`; perhaps with adapters; this function does not change it.
         build: makes the same model again, with the same weights.
         optimizer_of: makes its optimizer.
         train_set, eval_set: a `PairDataset`, or a `Mixture` of some.

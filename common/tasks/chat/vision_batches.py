@@ -151,7 +151,7 @@ class VisionEncoder:
         """Raises UsageError if a batch of `collate` is not what the processor makes of several samples."""
         chats, images = [_asking(2), _asking(1, "Why?")], [[small, wide], [wide]]
         texts = [render(messages, self.processor) for messages in chats]
-        # The last one has no images. It is not for the processor: some refuse an empty list.
+        # The last one has no images. The processor does not get it: some refuse an empty list.
         own = self.collate([self.sample(*both, is_cut=False) for both in [*zip(chats, images), (_asking(0), [])]])
         others = (*self.of_tokens, *self._without, *(ROWS + name for name in self.of_rows))
         own = unpad({name: own[name] for name in others})
@@ -188,7 +188,7 @@ def unpad(given: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class VisionDataset(Dataset):
-    """One conversation per sample, encoded when it is read."""
+    """One conversation per sample, encoded on read."""
 
     def __init__(self, chats: VisionChats, encoder: VisionEncoder):
         self.chats, self.encoder = chats, encoder

@@ -123,7 +123,7 @@ def always_mask(model: PreTrainedModel) -> None:
 
 
 def freeze_key_biases(model: nn.Module) -> None:
-    """Freezes the key biases of an encoder. They add one number to all scores of a query, so their gradient is zero
+    """Freezes the key biases of an encoder. A key bias adds one number to all scores of a query: its gradient is zero
     except for rounding errors. Adam would turn these into steps, which differ between layouts. With rotary positions,
     or without a softmax, the gradient is real."""
     if any(

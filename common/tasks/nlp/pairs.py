@@ -25,7 +25,7 @@ ADVICE = "use --data stdlib for the embedded pairs, or the path of a .csv, .json
 
 
 class Pair(NamedTuple):
-    """Texts that belong together: a query, its document, and wrong documents. Or two texts and how alike they are."""
+    """Texts that belong together: a query, its document, and wrong documents. Or two texts, and their similarity."""
 
     texts: tuple[str, ...]
     score: float | None = None
@@ -81,7 +81,7 @@ def load_pairs(
         document_column: name of the column with the second texts.
         negative_column: names of columns with wrong documents, with commas between them; None for those that are called
             negative, or negative_1 and so on.
-        score_column: name of a column with numbers for how much the two texts are alike; then there are no negatives.
+        score_column: name of a column with the similarity of the two texts, a number; then there are no negatives.
     """
     if data == "stdlib":
         if negative_column or score_column:

@@ -72,7 +72,7 @@ class Entities:
 
     def count(self, predicted: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """{"entities", "predicted_entities", "right_entities": int64 of shape (batch, types)}. Both arguments hold
-        numbers of tags, of shape (batch, length); where `labels` is `IGNORED` there is no word."""
+        numbers of tags, of shape (batch, length); a label `IGNORED` means no word."""
         beyond, order = (labels == IGNORED).int().sort(dim=1, stable=True)  # the words first, in their order
         real, ours = (self._find(tags.gather(1, order).clamp(min=0), beyond) for tags in (labels, predicted))
         right = real[0] * (real == ours).all(0)

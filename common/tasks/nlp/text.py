@@ -220,7 +220,7 @@ def map_tokens(file: Path) -> Tensor:
 
 
 def _encode(texts: list[str], tokenizer: Any) -> Tensor:
-    """The tokens of all texts, one text after another: uint8 if they are bytes, else int32."""
+    """The tokens of all texts, one text after another: uint8 if they are bytes, otherwise int32."""
     if is_bytewise(tokenizer):  # needs no tokenizer
         return torch.from_numpy(numpy.frombuffer("".join(texts).encode(), numpy.uint8).copy())
     quiet = {"verbose": False, "return_attention_mask": False, "return_token_type_ids": False}

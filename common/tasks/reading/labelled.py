@@ -59,7 +59,7 @@ class Labelled:
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """The different names, by their numbers if all are numbers, so that 10 comes after 2; else as texts."""
+    """The different names, by their numbers if all are numbers, so that 10 comes after 2; otherwise as texts."""
     texts = sorted({*names})
     numbers = [_number(name) for name in texts]
     return texts if None in numbers else [name for _, name in sorted(zip(numbers, texts))]
