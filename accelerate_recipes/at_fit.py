@@ -33,7 +33,7 @@ def at_fit(
     The recipe runs as one process on the CPU. It trains nothing and leaves no files.
 
     Args:
-        function: "module:name" of a function that takes the question and the arguments of `fit`; can pickle its answer.
+        function: "module:name" of a function that takes the question and the arguments of `fit`. Its answer is pickled.
         question: anything that can be pickled.
         on_meta: build models without memory: their weights have no values. If the recipe reads values, it runs again
             with real weights, if they fit into free memory.

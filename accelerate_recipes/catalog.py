@@ -90,7 +90,7 @@ def runs_here(config: dict[str, Any], num_gpus: int) -> str:
 
 
 def may_have_gpus() -> bool:
-    """Whether this machine has an accelerator's driver. Without a driver, we need not import torch (seconds)."""
+    """Whether this machine has an accelerator's driver. Without one, the tool skips the slow import of torch."""
     return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(driver.exists() for driver in DRIVERS)
 
 

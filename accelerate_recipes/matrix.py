@@ -60,7 +60,7 @@ MATRIX = (
 
 
 def flags_for(name: str, config: str) -> list[str] | None:
-    """The flags of a recipe under a config, for the first of its models that the config supports; None if none is."""
+    """The flags of a recipe under a config, for the first of its models that the config supports; or None."""
     for recipe in RECIPES:
         own, *model = recipe.split()
         cell = MATRIX.get((recipe, config), Cell())

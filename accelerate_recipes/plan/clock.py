@@ -48,7 +48,7 @@ def step_seconds(events: Sequence[Event], gpu: Gpu, per_machine: int) -> tuple[f
     """(time of a step, the part of it in which the process waits for collectives).
 
     Computation and collectives are two streams. A collective that runs beside the computation starts when the program
-    issues it, after the one before; a gather starts when the computation before the previous gather ends: FSDP2
+    issues it, after the previous one; a gather starts when the computation before the previous gather ends: FSDP2
     prefetches one layer. The computation waits for a gather, and at its end for all collectives.
     """
     compute = waited = free = before_gather = 0.0

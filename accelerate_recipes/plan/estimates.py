@@ -139,7 +139,7 @@ class Estimate:
     speed: Speed
     sent: Sent  # in a step
     fits: bool  # whether the peak fits into the GPU's memory
-    check_seconds: float  # that one process takes for the first steps
+    check_seconds: float  # the time of one process for the first steps
     config: str  # its name
     settings: dict[str, int]  # {key of the config: size}, changed by the number of processes
 

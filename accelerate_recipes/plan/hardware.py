@@ -48,7 +48,7 @@ class Gpu:
 
 
 def read(name: str, memory_gb: float | None = None, table: Path | None = None) -> Gpu:
-    """Reads a GPU's rates. Raises UsageError for no such GPU or file, or too little memory.
+    """Reads a GPU's rates. Raises UsageError for an unknown GPU, a missing file, or too little memory.
 
     Args:
         memory_gb: if it differs from the table's.

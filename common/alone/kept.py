@@ -30,9 +30,9 @@ class Changes:
     in_model: list[str] = field(default_factory=list)  # the same for what layers hold: state, or a cache
     # {name of what layers hold: number of its parts}, counted at the call
     sizes: Callable[[], Counter[str]] = field(default=Counter, compare=False)
-    generators: list[str] = field(default_factory=list)  # that these draw from, besides the global ones
+    generators: list[str] = field(default_factory=list)  # generators that these draw from, besides the global ones
     lost: list[str] = field(default_factory=list)  # iterators that advanced, and large tensors: they cannot be restored
-    files: list[str] = field(default_factory=list)  # that were opened for writing
+    files: list[str] = field(default_factory=list)  # files that were opened for writing
     # {name of a tensor: (its name, the name of another tensor with the same data)}
     sharing: dict[str, tuple[str, str]] = field(default_factory=dict)
 

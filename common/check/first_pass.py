@@ -39,7 +39,7 @@ class FirstPass:
     keeps: list[str] = field(default_factory=list)
     holds: bool = False  # whether layers hold state or a cache that steps change
     moves: bool = False  # whether a pass changes what later passes use: another evaluation would change them
-    files: list[str] = field(default_factory=list)  # that it opens for writing
+    files: list[str] = field(default_factory=list)  # files that it opens for writing
     differentiates: str = ""  # the name of a weight that it differentiates by
 
     @contextmanager

@@ -25,7 +25,7 @@ from .tolerances import BF16, LATER, TRAJECTORY_TIMES_FLOOR
 from .trace import Step
 
 STEPS = (10, 100)  # from the start of a run, counted from 1; of a shorter run the last one
-MAX_SECONDS = 3.0  # that one process may take for them
+MAX_SECONDS = 3.0  # the most time that one process may take for them
 COMPARED = (("value", "loss"), ("eval", "loss"), ("norm", ""))
 
 

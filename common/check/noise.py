@@ -20,7 +20,7 @@ IS_SMALL = 3e-4  # the same for one element: its gradient may be as small as Ada
 
 
 def without_noise(gaps: dict[Key, Gap], reference: Reference, number: int) -> tuple[dict[Key, Gap], list[str]]:
-    """(the differences in step `number` beyond rounding errors, lines about those that it explains only in part)"""
+    """(the differences in step `number` beyond rounding, lines about those that rounding explains only in part)"""
     if reference.is_low:  # a metric such as an accuracy jumps with the rounding
         gaps = {key: gap for key, gap in gaps.items() if key[0] not in ("value", "eval") or key[1] == "loss"}
     gaps, lines = {key: gap for key, gap in gaps.items() if not gap.size <= TOLERANCE}, list[str]()

@@ -69,7 +69,7 @@ class ParityCheck:
         self._rehearsed: list[int] = []  # numbers of the steps of the rehearsal
         self._error: str | None = None  # of one process
         self._block_sizes: dict[int, dict[PlaceInRow, tuple[int, ...]]] = {}  # of each step
-        self._seconds = 0.0  # that the check took
+        self._seconds = 0.0  # the time that the check took
         is_cut = self.plan.micro_batch_size < config.batch_size
         self._first_pass = FirstPass(draws_for_batches=is_cut and draws_for_batches(setup.train_set))
         self._say_what_was_asked()

@@ -16,7 +16,7 @@ READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # of 
 
 
 class Absent(Tensor):
-    """A tensor that was computed from the weights of another stage. In front of its first layer, a stage computes with
+    """A tensor that was computed from the weights of another stage. Before its first layer, a stage computes with
     such tensors, and drops the results. Branching on one, or writing it to another tensor, raises UsageError."""
 
     origin: str

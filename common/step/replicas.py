@@ -28,7 +28,7 @@ class Replicas:
     """Compares the bits of weights that several processes hold.
 
     Each process adds up the bits of the shards that it shares with the same other processes. The sums are sent with
-    those of a training record. Buffers that differ after the checked steps, such as BatchNorm's, may differ. `tensors`
+    a training record's sums. Buffers that differ after the checked steps, such as BatchNorm's, may differ. `tensors`
     and `holders` are the engine's.
     """
 
@@ -37,7 +37,7 @@ class Replicas:
         self._optimizer = setup.optimizer
         self.agreed = 0  # steps after which the processes last agreed; 0 before the first comparison
         self._compares = self._plan.layout.num_processes > 1
-        self._buffers: frozenset[str] = frozenset()  # that are compared
+        self._buffers: frozenset[str] = frozenset()  # buffers that are compared
 
     def compare_buffers(self, group: CpuGroup) -> None:
         """From now on, compares the buffers that are equal in all processes now. A collective."""

@@ -33,7 +33,7 @@ class Trained:
         self._is_over, self._is_still, self._since = False, False, 0
         self._largest: dict[Tensor, Tensor] = {}  # {weight: largest element of its gradients here, 0-dim}
         self._bits: Mapping[str, Tensor] = {}  # of each weight at the last record
-        self._sum: Tensor | None = None  # of these
+        self._sum: Tensor | None = None  # the sum of these bits
         self._first_record: tuple[int, Mapping[str, Tensor]] | None = None  # (steps taken, bits)
 
     @cached_property

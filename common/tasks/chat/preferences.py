@@ -62,8 +62,8 @@ def _columns(tensors: Any, padding: int) -> Tensor:
 def load_pairs(data: str, tokenizer: Any, max_length: int, max_samples: int | None = None) -> tuple[Chats, Chats]:
     """(training pairs, evaluation pairs) of conversations, encoded, whose answers both have a token within the limit,
     and differ. Rows 2i and 2i + 1 are the preferred and the other conversation of pair i. Their common beginning is not
-    trained. If the source has only one part, one pair in twenty is held out. Raises UsageError for no data, no such
-    columns, and messages or a template that cannot be used.
+    trained. If the source has only one part, one pair in twenty is held out. Raises UsageError for missing data,
+    missing columns, and messages or a template that cannot be used.
 
     Args:
         data: "rules" (the right answer, and the one to the opposite question); a .jsonl or .parquet file; or a Hub id.

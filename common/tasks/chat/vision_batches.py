@@ -102,7 +102,7 @@ class VisionEncoder:
         """(what the processor returns, whether each token is trained).
 
         The processor puts many tokens in the place of an image, so positions in the text count from its end. If an
-        image follows answers, these are found in the conversation up to the last of them.
+        image follows answers, the answers are found in the conversation up to the last of them.
         """
         shown = [sum(part["type"] == "image" for part in message["content"]) for message in messages]
         texts = [part["text"] for message in messages for part in message["content"] if part["type"] == "text"]

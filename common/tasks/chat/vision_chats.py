@@ -62,7 +62,7 @@ def load_vision_chats(
     data: str, messages_column: str, images_column: str, max_samples: int | None = None
 ) -> tuple[VisionChats, VisionChats]:
     """(training conversations, evaluation conversations) with images. If the source has only one part, one conversation
-    in twenty is held out. Raises UsageError for no data, or no such column.
+    in twenty is held out. Raises UsageError for missing data, or a missing column.
 
     Args:
         data: "shapes" (drawn images, with questions about them); a .jsonl or .parquet file; or a Hub id.
@@ -148,7 +148,7 @@ def _may_have_an_answer(messages: Any) -> bool:
 
 def with_parts(messages: Any, images: list[Any]) -> tuple[Messages, list[Any]]:
     """(messages whose contents are lists of parts, their images in order). Images without a place in a message come
-    before the first question. Raises UsageError for no messages, or if the numbers of images and places differ."""
+    before the first question. Raises UsageError without messages, or if the numbers of images and places differ."""
     messages = as_messages(messages)
     contents = [_content(one) for one in messages]
     if not messages:

@@ -71,7 +71,7 @@ class Adapter:
 
     def read(self, folder: Path, names: list[str], is_of_peft: bool = False) -> dict[str, Tensor]:
         """{name in the model: weight} of what `write` wrote, or PEFT, which records no base; `names`: the names in the
-        model. Raises OSError for no such file, and UsageError if the adapters belong to a different base."""
+        model. Raises OSError for a missing file, and UsageError if the adapters belong to a different base."""
         with safe_open(folder / FILE, "pt") as file:
             base = (file.metadata() or {}).get("base")
         if base != self.base_digest and not (is_of_peft and base is None):
@@ -119,8 +119,8 @@ def naming_base(config: LoraFlags, base: str) -> Iterator[None]:
 
 
 def with_adapters(model: PreTrainedModel, config: LoraFlags) -> nn.Module:
-    """The model itself, which is one of `with_losses`, of the path that `base_of` gives; with `--lora_rank`, frozen and
-    with new adapters; or with the adapters in the folder `--model_name_or_path`. A model with adapters has an attribute
+    """A model of `with_losses`, loaded from the path of `base_of`: unchanged; with `--lora_rank`, frozen and with new
+    adapters; or with the adapters in the folder `--model_name_or_path`. A model with adapters has an attribute
     `peft_adapter`.
 
     PEFT adapts layers such as linear ones and GPT-2's Conv1D. `--lora_targets` are all of them but the head

@@ -73,7 +73,7 @@ def load_pairs(
     score_column: str | None = None,
 ) -> tuple[list[Pair], list[Pair]]:
     """(training pairs, evaluation pairs) of texts. If the source has only one part, one pair in ten is held out. Raises
-    UsageError for no data, no such column, a score that is not a number, or fewer than two pairs in a part.
+    UsageError for missing data, a missing column, a score that is not a number, or fewer than two pairs in a part.
 
     Args:
         data: "stdlib" (docstrings of Python's standard library, each with its function); or what `load_tables` takes.
@@ -112,7 +112,7 @@ def documented_functions() -> Iterator[tuple[ast.FunctionDef | ast.AsyncFunction
 
 
 def _standard_library() -> list[Pair]:
-    """The first paragraph of each function's docstring, and the function without it. Equal docstrings: the first."""
+    """The first paragraph of each function's docstring, and the function without it. Skips repeated docstrings."""
     pairs = dict[str, str]()
     for node, docstring in documented_functions():
         del node.body[0]

@@ -104,7 +104,7 @@ def load_tagged_words(
     data: str, word_column: str, tag_column: str, embedded: Callable[[], list[Sentence]]
 ) -> tuple[Labelled, Labelled]:
     """(training sentences, evaluation sentences): lists of words, and a tuple with the number of each word's tag. If
-    the source has only one part, one in ten is held out. Raises UsageError for no data, no such column, a word without
+    the source has only one part, one in ten is held out. Raises UsageError for missing data or columns, a word without
     a tag, or an empty part.
 
     Args:

@@ -57,7 +57,7 @@ class Opener:
     def _decode(self, image: Image.Image, name: str) -> Any:
         raw = _raw_mode(image)
         image.load()
-        is_grey = ImageMode.getmode(image.mode).basemode == "L" or raw in ("LA", "LA;16B")  # that opens as RGBA
+        is_grey = ImageMode.getmode(image.mode).basemode == "L" or raw in ("LA", "LA;16B")  # which opens as RGBA
         has_palette, turn = image.mode.startswith("P"), -1
         with suppress(Exception):  # damaged tags
             turn = int(image.getexif().get(ExifTags.Base.Orientation, 1)) - 2

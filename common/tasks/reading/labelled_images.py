@@ -61,7 +61,7 @@ class ImageFiles:
 
 
 def files_in(data: str, table: Table, column: str) -> Any:
-    """The files in a column of `--data`, or paths that begin at its folder. Raises UsageError for no file."""
+    """The files in a column of `--data`, or paths that begin at its folder. Raises UsageError for a missing file."""
     files, kind, path = table.values(column), table.kinds.get(column), local_path(data).absolute()
     if kind is not None and getattr(kind, "dtype", None) != "string":
         return files
@@ -75,7 +75,7 @@ def files_in(data: str, table: Table, column: str) -> Any:
 
 def load_image_splits(data: str, advice: str, max_samples: int | None = None) -> list[Labelled]:
     """The images for training and, if the source has some, for evaluation; both with the same classes. Raises
-    UsageError for no data, no images or no classes.
+    UsageError if there are no data, images or classes.
 
     Args:
         data: a folder with a sub-folder for each class, perhaps below "train" and "test"; one with parquet files; or a
@@ -144,7 +144,7 @@ def _label_column(table: Table) -> str | None:
 def read_folder(data: str, folder: Path, advice: str, kind: Media) -> list[Files]:
     """The files of a kind in a folder with their classes, in the order of names: for training and, if
     folders are called so, for evaluation; none if there are parquet files, which are the data then. Prints
-    these folders, and what is left out. No file is opened. Raises UsageError for no such files, files without
+    these folders, and what is left out. No file is opened. Raises UsageError if there are no files, files without
     classes, or a folder that cannot be read."""
     found, left_out = walk(folder, twice=True)
     files = [file for file in found if Path(file).suffix.lower() in kind.endings]

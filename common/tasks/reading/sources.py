@@ -72,7 +72,7 @@ def load_tables(
     data: str, advice: str, max_samples: int | None = None, is_labelled: Callable[[Table], bool] = lambda table: True
 ) -> list[Table]:
     """The training split and, if there is one, the evaluation split of a dataset, as the rows of its files. Raises
-    UsageError for no data, no network, no training split, or a split without rows.
+    UsageError for missing data, no network, no training split, or a split without rows.
 
     Args:
         data: a .csv, .tsv, .json, .jsonl or .parquet file, perhaps packed; a folder of such files, or that

@@ -86,7 +86,7 @@ def load_boxed_images(data: str, image_column: str, objects_column: str) -> tupl
         data: COCO's JSON, or a folder with one for each part, next to or above the images; a folder of images with a
             metadata.jsonl, perhaps below "train" and "test"; parquet files; or a Hub id.
         image_column, objects_column: names of the columns with the images, and with the "bbox" and "category" of each
-            object. Raises UsageError for no data, no boxes, a missing image, or an invalid object.
+            object. Raises UsageError for missing data or boxes, a missing image, or an invalid object.
     """
     path, parts = local_path(data).absolute(), list[Any]()
     if path.is_dir() and not is_saved(path):

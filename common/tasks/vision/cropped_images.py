@@ -118,7 +118,7 @@ def resize(
 
 def load_labelled_images(data: str, max_samples: int | None = None) -> tuple[Labelled, Labelled]:
     """(training images, evaluation images) with their classes. If the source has only one part, one image in five is
-    held out. Raises UsageError for no data, no images or no classes.
+    held out. Raises UsageError if there are no data, images or classes.
 
     Args:
         data: "shapes" (drawn ones); a folder with a sub-folder for each class, perhaps below "train" and "test"; a

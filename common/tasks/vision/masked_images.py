@@ -95,7 +95,7 @@ def load_masked_images(
     data: str, image_column: str, mask_column: str, ignored: int, class_names: str | None
 ) -> tuple[Masked, Masked]:
     """Loads images with masks, for training and for evaluation; one in five is held out if the source has one part.
-    Raises UsageError for no data, no masks, or fewer than two classes.
+    Raises UsageError for missing data, missing masks, or fewer than two classes.
 
     Args:
         data: a folder with the folders images and masks, whose files have the same names up to their endings, perhaps
