@@ -141,7 +141,7 @@ class RunConfig:
         if self.early_stopping_patience is not None and self.metric_for_best_model is None:
             raise UsageError("--early_stopping_patience needs a metric: use --metric_for_best_model loss")
         if os.path.realpath(self.output_dir) == os.sep:  # not resolve(), which fails on circular links
-            raise UsageError(f"--output_dir {self.output_dir} is the root of the disk: use a folder of its own")
+            raise UsageError(f"--output_dir {self.output_dir} is the root of the disk: use another folder")
         if self.deterministic and self.tf32:
             raise UsageError("--deterministic is for exact results, --tf32 rounds them: use one of them")
         if self.pipeline_schedule != "1f1b" and self.pipeline_stages == 1:

@@ -290,7 +290,7 @@ def _generator_states() -> list[Any]:
 
 
 def _drawn_by(loader: Any, ids: list[int]) -> str | None:
-    """The generator from which a loader's dataset or collate_fn draws. Reads the samples twice, and once more
+    """The generator that a loader's dataset or collate_fn draws from. Reads the samples twice, and once more
     with the state of the first time. None if they draw from none, or the samples cannot be read by their ids."""
     try:
         fetch = _MapDatasetFetcher(loader.dataset, True, loader.collate_fn, False).fetch

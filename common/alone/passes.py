@@ -128,7 +128,7 @@ class OperationTrace(TorchDispatchMode):
         return frozenset().union(*(self.origins.get(each, ()) for each in values if isinstance(each, Tensor)))
 
     def mark(self, values: Any, origins: frozenset[Any]) -> None:
-        """Notes that these values were computed from `origins`."""
+        """Records that these values were computed from `origins`."""
         for each in tree_leaves(values):
             if isinstance(each, Tensor):
                 self.origins[each] = origins

@@ -97,7 +97,7 @@ class Walk:
         self._seen: dict[int, Any] = {}  # keeps the objects, so that no other gets one of these ids
 
     def visit(self, root: Any) -> tuple[int, int]:
-        """Notes all that an object refers to, by the first name found. Returns the numbers of entries and tensors."""
+        """Records all that an object refers to, by the first name found. Returns the numbers of entries and tensors."""
         waiting = [("", root)]
         while waiting:
             name, value = waiting.pop()

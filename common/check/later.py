@@ -50,7 +50,7 @@ class Rehearsal:
             numbers = [last for last in numbers if not any(map(plan.evaluates, range(number + 1, last + 1)))]
         if not numbers or run.setup.accelerator.device.type != "cpu":
             return None
-        # The run will show an error, with the step and its samples. What is on disk stays there, as in other processes.
+        # The run will show an error, with the step and its samples. Weights on disk stay there, as in other processes.
         with suppress(Exception), with_full_weights(run.setup.model):
             steps = run.steps(numbers, None, compares=first_pass, first=number)
             moved = Perturbed.take(run, numbers, ROUNDINGS[0], number).steps

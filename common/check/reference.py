@@ -38,7 +38,7 @@ from .tolerances import BF16, LATER
 from .trace import Observer, Step
 
 MAX_SECONDS = 60.0
-SMALL = 10_000_000  # bytes of weights; with fewer, threads wait for each other longer than they compute
+SMALL = 10_000_000  # bytes of weights; with fewer, threads wait longer for each other than they compute
 
 
 @dataclass

@@ -34,8 +34,8 @@ def batches(
         dataset: map-style; samples are dicts of tensors, numbers or strings. If it has `__getitems__`,
             each batch is one call with a list of ids. The call returns a list of samples, or the
             batch: a dict of tensors of shape (batch, ...). `__getitem__` may draw random numbers: they
-            are a function of `--seed`, the epoch and the sample. What `__getitems__` and a
-            `collate_fn` draw is a function of `--seed`, the epoch and the samples of the micro-batch.
+            are a function of `--seed`, the epoch and the sample. The draws of `__getitems__` and a
+            `collate_fn` are a function of `--seed`, the epoch and the samples of the micro-batch.
         samples: (epoch, ids) of each batch.
         device: for the tensors of a batch; strings stay on the CPU.
         config: `--seed` and `--num_workers`, the processes that fetch ahead; with 0 this process fetches.

@@ -40,7 +40,7 @@ class ObservedAccelerator(Accelerator):
         super().__init__(**named)
 
     def note(self, what: str) -> None:
-        """Notes the caller's caller, if that is the recipe's code."""
+        """Records the caller's caller, if that is the recipe's code."""
         frame = sys._getframe(2)
         if what not in self.asked and is_own(frame.f_code.co_filename):
             self.asked[what] = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

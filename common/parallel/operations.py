@@ -70,7 +70,7 @@ class Operations(OperationTrace):
         elif not all("(" in each for each in origins) and any(
             each.shape[-1:] == result.shape[-1:] > (1,) and each not in self.origins for each in given
         ):  # what a transpose returns may have another last dimension: T5's biases have keys there
-            self.note(f"{schema.name.removeprefix('aten::')} with a tensor of its own", (args, kwargs))
+            self.note(f"{schema.name.removeprefix('aten::')} with an extra tensor", (args, kwargs))
         self.mark((result, args[:1] if schema.is_mutable else ()), origins)
         return result
 

@@ -77,7 +77,7 @@ def knows_what_is_trained(model: nn.Module, values_of: NumberedStep) -> Numbered
 
 
 def check_no_weights(loss: Tensor, values: Iterable[Tensor]) -> None:
-    """Raises UsageError if a loss has gradients for other tensors than these values: they would be lost."""
+    """Raises UsageError if a loss has gradients for tensors that are not among these values: they would be lost."""
     others = leaves_of(graph_of([loss])) - set(values)
     if others:
         raise UsageError(

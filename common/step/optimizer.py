@@ -41,7 +41,7 @@ def _fits_fused_kernels(weight: Tensor) -> bool:
 
 
 def exchange_weights(optimizer: torch.optim.Optimizer, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Gives an optimizer divided weights in place of its own, {own: divided}, with the state that it has for them.
+    """Gives an optimizer divided weights in place of whole ones, {whole: divided}, with the state that it has for them.
 
     Splits each parameter group by device mesh: the foreach and fused kernels of the optimizers, the default on GPUs,
     refuse a list of DTensors and plain tensors, or of DTensors on different meshes."""

@@ -71,7 +71,7 @@ class Trained:
         self._is_still = True
         self._accelerator.print(
             f"no weight has moved since step {since}, at a learning rate of {float(groups[0]['lr']):g}: the optimizer "
-            "updates other tensors than the model's, leaves its steps out, or makes updates too small for the weights"
+            "updates tensors that are not the model's, leaves its steps out, or makes updates too small for the weights"
         )
 
     def say(self, step: int) -> dict[str, list[str]]:

@@ -85,7 +85,7 @@ BEGINS: dict[tuple[str, str], str | None] = {
     ("skipped_layer", "ddp"): "no pass of this step uses blocks.1.norm.weight, as earlier steps did, and DDP waits for",
     ("penalty", "tensor_parallel"): "TP 2 cannot train this: RuntimeError",
     ("list", "pipeline_parallel"): f"activity, {OTHER}",
-    ("ramp", "tensor_parallel"): "in step 4 a pass computes mul with a tensor of its own of blocks.0.up",
+    ("ramp", "tensor_parallel"): "in step 4 a pass computes mul with an extra tensor of blocks.0.up",
     # What nothing watches, the last step of a short rehearsal shows.
     ("captured_weights", "fsdp2"): f"{ONE}: in step 6",
     ("captured_weights", "ddp"): None,

@@ -161,8 +161,8 @@ def load_chats(
     data: str, tokenizer: Any, max_length: int, column: str, max_samples: int | None = None
 ) -> tuple[Chats, Chats]:
     """(training conversations, evaluation conversations) with a trained token, encoded with the tokenizer's chat
-    template. If the source has only one part, one conversation in twenty is held out. Raises UsageError for no data, no
-    such column, and messages or a template that cannot be used.
+    template. If the source has only one part, one conversation in twenty is held out. Raises UsageError for missing
+    data or columns, and messages or a template that cannot be used.
 
     Args:
         data: "rules" (questions with answers by rules); a .jsonl or .parquet file; or a Hub id.
@@ -196,8 +196,8 @@ def load_samples(
     needs: list[set[str]],
     lacks: str,
 ) -> tuple[Chats, Chats]:
-    """(training part, evaluation part) of encoded samples, each a conversation or a pair of them, from
-    which the model can learn. Raises UsageError like `load_chats`.
+    """(training part, evaluation part) of encoded samples, each a conversation or a pair of them, that
+    teach something. Raises UsageError like `load_chats`.
 
     Args:
         data, tokenizer, max_length, max_samples: as in `load_chats`.

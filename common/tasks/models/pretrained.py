@@ -220,7 +220,7 @@ def _undo_quantization(config: Any) -> dict[str, Any]:
 
 
 def _check_types(model: PreTrainedModel, folder: WeightFiles, dequantized: bool) -> None:
-    """Raises UsageError for a scale that is missing or that nobody applied, or a loaded weight that is not float32."""
+    """Raises UsageError for a scale that is missing or not applied, or a loaded weight that is not float32."""
     names = sorted(folder.types)  # X.weight, X.weight_scale_inv
     for name, following in zip(names, [*names[1:], ""]):
         if dequantized and folder.types[name] in SCALED and not following.startswith(name):

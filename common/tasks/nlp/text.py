@@ -90,7 +90,7 @@ def load_tokens(
 
     Text of up to `MAX_BYTES_IN_MEMORY` is tokenised as a whole, in memory, at each start. Larger text is tokenised
     once, in pieces, and the tokens stay in a file. A text file is cut at line ends, into pieces of 100 kB. A data set
-    is tokenised row by row, with a newline between rows. Raises UsageError for no data, for anything but text, or for
+    is tokenised row by row, with a newline between rows. Raises UsageError for missing data, anything but text, or
     less than a block.
 
     Args:

@@ -184,7 +184,7 @@ def files_of_folder(data: str, folder: Path, kinds: dict[str, str], advice: str)
     """The files of one kind in a folder, by splits, with a line about the files that it does not read.
 
     A file belongs to a split if its whole name, or the name of a folder on its path, is the split's. Raises UsageError
-    for no such files, several kinds of them, or one file twice.
+    for missing files, several kinds of them, or one file twice.
 
     Args:
         data: of `--data`, for messages.

@@ -65,8 +65,8 @@ def load_images(data: str, max_samples: int | None = None) -> tuple[ImageDataset
     """(training set, evaluation set) of images with a class each. If the source has only one split, 20 % of it is held
     out, the same samples for every seed of the run.
 
-    All images are decoded at the start, and stay in memory. Raises UsageError for no data, damaged files, images of
-    different sizes or more than half of the free memory, or no network.
+    All images are decoded at the start, and stay in memory. Raises UsageError for missing data, damaged files, images
+    of different sizes or more than half of the free memory, or no network.
 
     Args:
         data: "digits" (scikit-learn's 1,797 handwritten digits of 8 x 8); a folder with the four
