@@ -161,7 +161,10 @@ def test_adapters_that_cannot_go_on(tmp_path: Path, spoil: Any, line: str) -> No
     [
         ({"lora_dropout": 0.1}, "--lora_dropout adapts a pretrained model: use --model_name_or_path, too"),
         ({"lora_alpha": 8, "model_name_or_path": "base"}, "--lora_alpha is for adapters: use --lora_rank, too"),
-        ({"lora_rank": 8, "model_name_or_path": "HERE"}, "--lora_rank: the run continues the adapters in .*"),
+        (
+            {"lora_rank": 8, "model_name_or_path": "HERE"},
+            "--lora_rank: the run continues the adapters in .*: leave it out",
+        ),
     ],
 )
 def test_flags_that_do_not_go_together(tmp_path: Path, flags: dict[str, Any], line: str) -> None:
