@@ -1,6 +1,6 @@
-"""What a recipe imports, and the command-line tool: find, copy, prove, check and look at recipes.
+"""The names that a recipe imports, and the command-line tool: find, copy, verify and check recipes.
 
-The names below are loaded when they are first asked for: the tool starts without importing torch.
+Each name below loads on first use, so that the tool starts without importing torch.
 """
 
 import signal
@@ -41,7 +41,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     is_main = threading.current_thread() is threading.main_thread()
-    # The imports take seconds, and packages swallow a KeyboardInterrupt: meanwhile Ctrl-C ends the process at once.
+    # The imports take seconds, and packages swallow a KeyboardInterrupt: until then Ctrl-C ends the process at once.
     before = signal.signal(signal.SIGINT, signal.SIG_DFL) if is_main else None
     found = getattr(import_module(f".common.{_HOMES[name]}", __name__), name)
     if before is not None:

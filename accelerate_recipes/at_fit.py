@@ -28,15 +28,15 @@ def at_fit(
     variables: dict[str, str] | None = None,
     on_meta: bool = False,
 ) -> Any:
-    """What a function returns for the arguments of a recipe's call of `fit`.
+    """Calls a function with the arguments that a recipe passes to `fit`, and returns its answer.
 
     The recipe runs as one process on the CPU. It trains nothing and leaves no files.
 
     Args:
-        function: "module:name" of a function of the question and of the arguments of `fit`; its answer can be pickled.
+        function: "module:name" of a function that takes the question and the arguments of `fit`. Its answer is pickled.
         question: anything that can be pickled.
-        on_meta: build models without memory: their weights have no values. If the recipe reads these, it runs again
-            with real ones, if they fit into free memory.
+        on_meta: build models without memory: their weights have no values. If the recipe reads values, it runs again
+            with real weights, if they fit into free memory.
 
     Raises:
         UsageError: the recipe ended before it called `fit`; the message is the last line that it printed.
@@ -44,7 +44,7 @@ def at_fit(
     with TemporaryDirectory() as folder:
         result = Path(folder) / "result"
         result.with_name("question").write_bytes(pickle.dumps(question))
-        # Not with -m, which looks for the package in the current folder first.
+        # Without -m, which would look for the package in the current folder first.
         start = f"import sys; sys.path.append({str(Path(__file__).parents[1])!r}); from {__name__} import main; main()"
         command = [sys.executable, "-P", "-c", start, function, "meta" * on_meta, str(result)]
         command += [str(script), *flags, "--output_dir", str(Path(folder) / "run")]
@@ -57,13 +57,13 @@ def at_fit(
                 size = int(made.read_text())
                 if size < psutil.virtual_memory().available / 2:  # a recipe may load a copy
                     return at_fit(script, flags, function, question, variables)
-                why += f" (a plan gives weights no values, and those of {size / 1e9:.3g} GB do not fit here)"
+                why += f" (plan builds weights without values; real ones, {size / 1e9:.3g} GB, do not fit here)"
             raise UsageError(why)
         return pickle.loads(result.read_bytes())
 
 
 def main() -> None:
-    """Asks the function. The process runs nothing else."""
+    """Runs a recipe up to `fit`, and calls the function there. This is all that the process does."""
     function, weights, result, script, *flags = sys.argv[1:]
     module, name = function.split(":")
 
@@ -82,7 +82,7 @@ def main() -> None:
         Path(result).write_bytes(pickle.dumps(asked(question, *(given[name] for name in NEEDED), **given["options"])))
         os._exit(0)
 
-    # The first statement of `fit`, also of a project's own copy, calls this one.
+    # `fit` calls this function first; so does a project's own copy of the loop.
     check_given, vars(refusals)["check_given"] = refusals.check_given, answer
     begin = launch.start  # called below for one process, which shares nothing
     vars(launch)["start"] = lambda config: begin(replace(config, pipeline_stages=1, expert_parallel=1))

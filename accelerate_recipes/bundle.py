@@ -9,7 +9,7 @@ _INSTALLED = Path(__file__).parent / "bundle"
 ROOT = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parent.parent
 RECIPES = ROOT / "recipes"
 CONFIGS = ROOT / "accelerate_configs"
-COMMON = Path(__file__).parent / "common"  # in a checkout a link
+COMMON = Path(__file__).parent / "common"  # a link in a checkout
 LAUNCHERS = ROOT / "launchers"
 VERSION = __version__
 
@@ -25,6 +25,6 @@ def configs() -> list[Path]:
 
 
 def header(config: Path) -> str:
-    """The comment at the head of a config file, without the signs."""
+    """The comment at the top of a config file, without the # signs."""
     lines = re.match(r"(#.*\n)*", config.read_text(encoding="utf-8"))
     return "\n".join(line.removeprefix("#").removeprefix(" ") for line in (lines[0] if lines else "").splitlines())

@@ -18,15 +18,15 @@ MOST_PROCESSES = 10**6  # that a config may ask for
 # Drivers of NVIDIA's (also under WSL), AMD's, Intel's and Ascend's accelerators.
 DRIVERS = [Path("/dev") / name for name in ("nvidiactl", "dxg", "kfd", "dri", "davinci_manager")]
 
-GROUPS = {  # what people want to do: recipes
+GROUPS = {  # task: its recipes
     "Classify, tag or score": ("mnist", "image_classification", "text_classification", "token_classification"),
-    "Find what is where in images": ("detection", "segmentation"),
+    "Find objects and regions in images": ("detection", "segmentation"),
     "Train or adapt a language model": (
         *("transformer", "masked_lm", "finetune", "distillation", "preferences", "vision_language"),
     ),
     "Search by meaning, find answers": ("embeddings", "question_answering"),
     "Translate or summarize": ("translation",),
-    "Write down or classify recordings": ("speech",),
+    "Transcribe or classify recordings": ("speech",),
     "Generate images": ("diffusion",),
     "Fit numbers": ("linear_regression",),
 }
@@ -91,7 +91,7 @@ def runs_here(config: dict[str, Any], num_gpus: int) -> str:
 
 
 def may_have_gpus() -> bool:
-    """Whether there is an accelerator's driver. Without one, nothing needs to import torch, which takes seconds."""
+    """Whether this machine has an accelerator's driver. Without one, the tool skips the slow import of torch."""
     return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(driver.exists() for driver in DRIVERS)
 
 
@@ -132,7 +132,7 @@ def find_config(name: str) -> Path:
 
 
 def find_of(paths: list[Path], name: str, kind: str, more: str = "") -> Path:
-    """The path with the stem of a name. Raises UsageError if there is none; `more`: what else to use."""
+    """The path with the stem of a name. Raises UsageError if there is none; `more`: another thing to type."""
     known = {path.stem: path for path in paths}
     if (found := known.get(Path(name).stem)) is None:
         raise UsageError(f"{name}: no such {kind}; use one of {', '.join(known)}{more}")
@@ -140,7 +140,7 @@ def find_of(paths: list[Path], name: str, kind: str, more: str = "") -> Path:
 
 
 def _paragraph(text: str, label: str) -> str:
-    """The text after a label at the start of a line, to the next label, empty line or the end."""
+    """The text after a label at the start of a line, up to the next label, the next empty line or the end."""
     found = re.search(rf"^{label}\s+(.*?)(?=\n\n|\n(?:\w+:|Pick it|Type|The command line)|\Z)", text, re.M | re.S)
     return _one_line(found[1]) if found else ""
 

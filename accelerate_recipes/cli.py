@@ -1,6 +1,6 @@
-"""The command `accelerate-recipes`. Each subcommand is a function, whose annotations are its flags.
+"""The command `accelerate-recipes`. Each subcommand is a function; its annotations define the flags.
 
-Such a function imports what it needs when it runs, so that the others start fast.
+A subcommand imports its modules when it runs, so that the others start fast.
 """
 
 import sys
@@ -45,11 +45,11 @@ app = typer.Typer(
 )
 for name, function in COMMANDS.items():
     app.command(name)(function)
-_Misuse: Any = typer.BadParameter.__mro__[1]  # UsageError of click, which newer versions of typer contain as a copy
+_Misuse: Any = typer.BadParameter.__mro__[1]  # UsageError of click, newer versions of typer contain a copy
 
 
 def main() -> None:
-    """Runs the command line; a command returns its exit code. A mistake gets one line and exit code 2."""
+    """Runs the command line; a command returns its exit code. A mistake ends with one line and exit code 2."""
     sys.stdout, sys.stderr = Output(sys.stdout), Output(sys.stderr)
     try:
         sys.exit(app(prog_name="accelerate-recipes", standalone_mode=False))

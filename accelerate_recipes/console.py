@@ -1,4 +1,4 @@
-"""What commands share: flags, and output that is wrapped on a terminal, plain lines in a pipe, JSON on request."""
+"""Flags and output that commands share: wrapped text on a terminal, plain lines in a pipe, JSON on request."""
 
 import json
 import shutil
@@ -36,7 +36,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def print_entry(entry: Mapping[str, str]) -> None:
-    """Prints an entry with a "name", and its other values below it, each after its key."""
+    """Prints the "name" of an entry, and below it the other values, each after its key."""
     name, *values = entry.items()
     width = max(len(key) for key, _ in values)
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize

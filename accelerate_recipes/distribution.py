@@ -1,4 +1,4 @@
-"""The files of this package, and a wheel of them: for projects that must do without the checkout."""
+"""Lists the files of this package, and writes a wheel of them for projects that cannot use the checkout."""
 
 import csv
 import hashlib
@@ -27,7 +27,7 @@ def files() -> dict[str, Path]:
 
 
 def _in(folder: Path) -> list[Path]:
-    """The files below a folder, without those that runs and Python leave there."""
+    """The files below a folder, without the outputs of runs and Python's caches."""
     found: list[Path] = []
     for place, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name not in ("__pycache__", "outputs") and name[0] != ".")
@@ -44,7 +44,7 @@ def requirements(extra: str = "") -> list[str]:
 def write_wheel(folder: Path) -> Path:
     """Writes a wheel of the package into a folder, as a build from the checkout would; returns its path.
 
-    Where the version does not name the code, a digest of the files stands after it.
+    If the version does not identify the code, a digest of the files follows it.
     """
     contents = {name: path.read_bytes() for name, path in files().items()}
     version, installed = own_version(), _installed()

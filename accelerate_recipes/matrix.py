@@ -5,7 +5,7 @@ from typing import Literal
 
 from accelerate_recipes import bundle
 
-# A recipe, or one of its models that configs divide in another way, as somebody types it.
+# A recipe, or one of its models that configs divide differently, as you type it.
 EXPERTS = "transformer --num_experts 4"
 RECIPES = (
     *("mnist", "mnist --model mlp", "linear_regression", "transformer", EXPERTS, "text_classification"),
@@ -15,7 +15,7 @@ RECIPES = (
 )
 # The configs that one machine compares with one process, which is single.yaml.
 CONFIGS = tuple(path.stem for path in bundle.configs() if not path.stem.startswith(("single", "multi_node")))
-# Sizes that are no settings of a config file, but flags of all recipes: {config: [flag, size]}.
+# Sizes that all recipes take as flags, because a config file has no setting for them: {config: [flag, size]}.
 PIPELINES = ("pipeline_parallel", "fsdp2_pipeline", "fsdp2_tensor_pipeline")
 SIZES = {config: ["--pipeline_stages", "2"] for config in PIPELINES}
 SIZES |= {"fsdp2_expert_parallel": ["--expert_parallel", "2"]}
@@ -26,8 +26,8 @@ class Cell:
     """A recipe under a config."""
 
     result: Literal["same", "differs", "not supported"] = "same"  # what `verify` finds, against one process
-    flags: tuple[str, ...] = ()  # what the config needs beside its file
-    line: str = ""  # words with which a run ends that is not supported
+    flags: tuple[str, ...] = ()  # flags that the config needs besides its file
+    line: str = ""  # words in the last line of an unsupported run
 
 
 _CAUSAL = ("transformer", EXPERTS, "finetune", "preferences")
@@ -44,7 +44,7 @@ _NOT_SUPPORTED = (
     ("calls a layer 2 times", PIPELINES, ["embeddings"]),
     ("has no experts of transformers 5", ["fsdp2_expert_parallel"], [each for each in RECIPES if each != EXPERTS]),
 )
-# DeepSpeed's bf16 rounds at different points than autocast. For most, the parity check ends the run.
+# DeepSpeed's bf16 rounds at different points than autocast. For most recipes, the parity check ends the run.
 _DIFFER = "finetune", "distillation", "preferences", "translation", "image_classification", "segmentation", "detection"
 
 MATRIX = (
@@ -60,7 +60,7 @@ MATRIX = (
 
 
 def flags_for(name: str, config: str) -> list[str] | None:
-    """The flags of a recipe under a config: those of its first model that the config supports, and its own; or None."""
+    """The flags of a recipe under a config, for the first of its models that the config supports; or None."""
     for recipe in RECIPES:
         own, *model = recipe.split()
         cell = MATRIX.get((recipe, config), Cell())

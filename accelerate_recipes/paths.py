@@ -1,4 +1,4 @@
-"""Paths and numbers that a user types: each is checked before anything is computed."""
+"""Checks paths and numbers that a user types, before anything runs."""
 
 import math
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from accelerate_recipes.common.files import replace_file
 
 
 def check_new_folder(path: Path) -> None:
-    """Raises UsageError unless a folder can be made: it is empty or absent, in a place that can be written."""
+    """Raises UsageError unless the path is an empty folder, or absent in a place where a folder can be made."""
     check_folder(path)
     if path.is_dir() and any(path.iterdir()):
         raise UsageError(f"{path} is not empty: use the name of a new folder")
@@ -26,12 +26,12 @@ def check_folder(path: Path, name: str = "") -> None:
         if not place.is_dir():
             what = "is a file" if place == path.absolute() else f"cannot be made, {place} is a file"
             raise UsageError(f"{_named(path, name)} {what}: use another")
-        with TemporaryFile(dir=place):  # tried, because not only modes forbid it
+        with TemporaryFile(dir=place):  # try it: more than file modes can forbid it
             return
 
 
 def check_new_file(path: Path, name: str) -> None:
-    """Raises UsageError unless a file can be written there: its folder exists, and at most a file is in its place."""
+    """Raises UsageError unless a file can be written there: its folder exists, and the path is a file or absent."""
     named = _named(path, name)
     with _possible(path, name, "written"):
         if path.is_dir():
@@ -70,7 +70,7 @@ def text_of(path: Path, name: str, advice: str) -> str:
 
 
 def is_path(name: str) -> bool:
-    """Whether there is a file of this name, or the name looks like a path; otherwise it is the name of one of ours."""
+    """Whether there is a file of this name, or the name looks like a path; otherwise it names one of ours."""
     with suppress(OSError):
         return _is_there(Path(name)) and not Path(name).is_dir()
     return False

@@ -19,7 +19,7 @@ from accelerate_recipes.paths import check_new_folder
 from accelerate_recipes.templates import render
 
 SINGLE_FILES = bundle.RECIPES / "single_file"
-SINGLE_FILE_CONFIGS = ("single", "ddp", "fsdp2", "deepspeed_zero2")  # their docstrings say: verified under these
+SINGLE_FILE_CONFIGS = ("single", "ddp", "fsdp2", "deepspeed_zero2")  # their docstrings list these as verified
 DISTRIBUTIONS = {"sklearn": "scikit-learn"}  # where names differ
 
 
@@ -33,7 +33,7 @@ def make(
         bool, typer.Option("--own_loop", help="also write the loop as loop.py, so that you can change it")
     ] = False,
     single_file: Annotated[
-        bool, typer.Option("--single_file", help="write one script on Accelerate alone, without this package")
+        bool, typer.Option("--single_file", help="write one script that needs Accelerate, but not this package")
     ] = False,
     vendor: Annotated[bool, typer.Option("--vendor", help="also copy the package, so that you can change it")] = False,
     as_json: AsJson = False,
@@ -52,7 +52,7 @@ def make(
     for path in chosen:
         _check_pair(script, path)
         if not re.fullmatch(r"[\w.-]+\.yaml", path.name):
-            raise UsageError(f"--config {path}: rename it, to letters, digits, - and _, with the ending .yaml")
+            raise UsageError(f"--config {path}: rename it: use letters, digits, - and _, and the ending .yaml")
     if not str(folder).isprintable():
         raise UsageError(f"{str(folder)!r} cannot be typed after cd: use another name")
     check_new_folder(folder)
@@ -62,7 +62,7 @@ def make(
             project = Path(scratch) / folder.resolve().name
             _write(project, script, chosen, own_loop, vendor)
             made = sorted(str(path.relative_to(project)) for path in project.rglob("*") if path.is_file())
-            if folder.exists():  # empty, and perhaps the folder in which the user is
+            if folder.exists():  # empty; perhaps the user's current folder
                 for path in project.iterdir():
                     path.rename(folder / path.name)
             else:

@@ -17,8 +17,8 @@ ONE_MACHINE = ["--num_machines", "1", "--machine_rank", "0", "--rdzv_backend", "
 def one_result(script: Path, config: Path, flags: str = "", steps: int = 20) -> None:
     """Trains under a config and in one process: losses, learning rates, evaluations and weights must be the same.
 
-    The tolerances are those of `accelerate-recipes verify`: 1e-5 in float32. Both runs have the same micro-batch, on
-    which dropout depends.
+    Uses the tolerances of `accelerate-recipes verify`: 1e-5 in float32. Both runs have the same micro-batch, because
+    dropout depends on it.
 
     Args:
         script: a recipe.
@@ -38,7 +38,7 @@ def one_result(script: Path, config: Path, flags: str = "", steps: int = 20) -> 
         single, micro_batch = find_config("single"), ["--micro_batch_size", str(run.card["micro_batch_size"])]
         one = _done(Launch(script, single, alone + micro_batch, precision), Path(scratch) / "one")
         difference = compare(run.trace, one.trace)
-        if not difference.is_same:  # how far does rounding alone go?
+        if not difference.is_same:  # how much does rounding alone change?
             other = _done(Launch(script, single, alone, precision), Path(scratch) / "other")
             difference = compare(run.trace, one.trace, of_all_steps(noise_floor(other.trace, one.trace)))
         assert difference.is_same, f"{config.name}: {Row(config.stem, None, difference).verdict}"

@@ -41,7 +41,7 @@ WRITERS = {
 
 
 def folders() -> dict[str, Path]:
-    """{variable: folder} of the libraries' caches, chosen as the libraries do; setting the variable moves the cache."""
+    """{variable: folder} of the libraries' caches, chosen as the libraries do. Setting the variable moves the cache."""
     home = Path("~")
 
     def chosen(variable: str, default: Path) -> Path:
@@ -62,7 +62,7 @@ def folders() -> dict[str, Path]:
 
 
 def advice(error: BaseException) -> str | None:
-    """One line for an error that the machine or a tokenizer caused, perhaps indirectly: what to type; else None."""
+    """One line for an error that the machine or a tokenizer caused, perhaps indirectly: what to type; or None."""
     lines = (_cache(each) or _open_files(each) or _worker(each) or _unknown_word(each) for each in chain(error))
     return next(filter(None, lines), None)
 
@@ -79,7 +79,7 @@ def _cache(error: BaseException) -> str | None:
 
 
 def _worker(error: BaseException) -> str | None:
-    """The line for a worker that could not send a batch, or that ended, of a DataLoader that the recipe made."""
+    """The line for a worker of the recipe's own DataLoader that could not send a batch, or that ended."""
     text = str(error)
     if NO_SHARED_MEMORY.search(text):
         return lost_worker("Bus error")
@@ -92,7 +92,7 @@ def lost_worker(signal_name: str | None) -> str:
     if signal_name == "Bus error":
         size = f" of {shutil.disk_usage(SHARED).total / 1e6:,.0f} MB" if SHARED.exists() else ""
         return (
-            f"{SHARED}{size}, which DataLoader workers send batches through, is full: use --num_workers 0, or give "
+            f"{SHARED}{size} is full; DataLoader workers send batches through it: use --num_workers 0, or give "
             "it more (docker run --shm-size 8g)"
         )
     if signal_name in (None, "Killed"):

@@ -61,7 +61,7 @@ class _Parser(argparse.ArgumentParser):
         self.add_argument("-h", "--help", action="store_true", help="show this help and exit")
         own = group = self.add_argument_group("this recipe")
         titles = {name: title for title, name in GROUPS.items()}
-        for field in dataclasses.fields(config_class):  # those of RunConfig come first
+        for field in dataclasses.fields(config_class):  # RunConfig's fields come first
             group = self.add_argument_group(titles[field.name]) if field.name in titles else group
             group = group if field.name in RunConfig.__dataclass_fields__ else own
             hint, metadata = declaration(config_class, field.name)

@@ -26,9 +26,9 @@ def flag(default: Any, help: str, **bounds: float) -> Any:
     """A config field that is also a command-line flag.
 
     Args:
-        default: value if the flag is not given. A recipe's subclass may override the default alone.
+        default: value if the flag is not given. A recipe's subclass may override only the default.
         help: what `--help` prints.
-        bounds: `minimum` and `maximum` of the values, or what these must be `above` or `below`.
+        bounds: `minimum` and `maximum` of the values, or limits that they must be `above` or `below`.
     """
     if unknown := {*bounds} - {*BOUNDS}:
         raise TypeError(f"flag() has no {', '.join(unknown)}: use {', '.join(BOUNDS)}")
@@ -100,7 +100,7 @@ class RunConfig:
     save_predictions: bool = flag(
         False, "write what forward_step returns for each evaluation sample to <output_dir>/predictions.jsonl"
     )
-    evaluate_only: bool = flag(False, "train nothing: evaluate the model that an earlier run exported to output_dir")
+    evaluate_only: bool = flag(False, "do not train: evaluate the model that an earlier run exported to output_dir")
     report_to: str = flag(
         "", "trackers, separated by commas: tensorboard, trackio, wandb, ... (all that Accelerate supports)"
     )
@@ -141,7 +141,7 @@ class RunConfig:
         if self.early_stopping_patience is not None and self.metric_for_best_model is None:
             raise UsageError("--early_stopping_patience needs a metric: use --metric_for_best_model loss")
         if os.path.realpath(self.output_dir) == os.sep:  # not resolve(), which fails on circular links
-            raise UsageError(f"--output_dir {self.output_dir} is the root of the disk: use a folder of its own")
+            raise UsageError(f"--output_dir {self.output_dir} is the root of the disk: use another folder")
         if self.deterministic and self.tf32:
             raise UsageError("--deterministic is for exact results, --tf32 rounds them: use one of them")
         if self.pipeline_schedule != "1f1b" and self.pipeline_stages == 1:
@@ -150,7 +150,7 @@ class RunConfig:
             )
         if self.check_every and not self.save_every:
             raise UsageError(f"--check_every {self.check_every} needs checkpoints to check: use --save_every, too")
-        if self.overwrite_output_dir and self.resume_from_checkpoint == "latest":  # each restart would begin anew
+        if self.overwrite_output_dir and self.resume_from_checkpoint == "latest":  # each restart would start over
             raise UsageError(
                 "--overwrite_output_dir starts over, --resume_from_checkpoint latest continues: use one of them; in "
                 "a job that may restart use the latter, which starts afresh if there is no checkpoint"

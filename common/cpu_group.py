@@ -9,7 +9,7 @@ from torch import distributed as dist
 
 
 def collective_timeout(hang_timeout: float) -> timedelta:
-    """Longer than `--hang_timeout`, so that the watchdog ends the run first and names the missing process."""
+    """A time longer than `--hang_timeout`, so that the watchdog ends the run first and names the missing process."""
     return timedelta(seconds=hang_timeout + 300) if hang_timeout else timedelta(days=30)
 
 
@@ -44,7 +44,7 @@ class CpuGroup:
         return self.all_gather(value if self.rank == 0 else None)[0]
 
     def sum_async(self, values: list[float]) -> Callable[[], list[float]]:
-        """Starts sums over all processes, in float32. The result waits for them, and returns them."""
+        """Starts sums over all processes, in float32. The returned function waits for the sums, and returns them."""
         if self.size == 1:
             return lambda: values
         vector = torch.tensor(values)

@@ -43,8 +43,8 @@ class Environment:
     machine_rank: int = 0  # of this launcher, if a host has several
     num_machines: int = 1  # torchrun counts one launcher as one machine
     num_restarts: int = 0  # of the processes of this machine, by their launcher
-    # Marks this start's entries in the launchers' own store, which keeps old data: the number of restarts. Without that
-    # store (elastic runs, docs/multi-node.md: `TORCH_DISABLE_SHARE_RDZV_TCP_STORE`) each start has a new store: 0,
+    # The number of restarts: it marks this start's entries in the launchers' own store, which keeps old data. Without
+    # that store (elastic runs, docs/multi-node.md: `TORCH_DISABLE_SHARE_RDZV_TCP_STORE`) each start has a new store: 0,
     # because a launcher that joined late has counted fewer restarts than the others.
     store_number: int = 0
     main_address: str | None = None  # where the processes meet
@@ -91,7 +91,7 @@ class Environment:
         return self.is_true(f"accelerate_use_{what}")
 
     def is_true(self, key: str) -> bool:
-        """Whether a setting is true, 1 or yes. A key of fsdp_config names its own, such as "fsdp_offload_params"."""
+        """Whether a setting is true, 1 or yes. Keys of fsdp_config have their prefix: "fsdp_offload_params"."""
         return self.settings.get(key.upper(), "false").lower() in ("true", "1", "yes")
 
     def mesh_size(self, name: str) -> int:
@@ -193,7 +193,7 @@ def launcher_was_given(variable: str) -> bool:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """{name: version} of Python, of this package, and of those of `packages` that are installed."""
+    """{name: version} of Python, of this package, and of the installed `packages`."""
     return {"python": platform.python_version(), "accelerate-recipes": version()} | installed_versions(*packages)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from .package import is_own
 
 MAX_IDS_NAMED = 8
-# Of torch's allocators, of cuBLAS and cuDNN, and of CUDA or NCCL.
+# Messages of torch's allocators, of cuBLAS and cuDNN, and of CUDA or NCCL.
 OUT_OF_MEMORY = re.compile(r"DefaultCPUAllocator|_STATUS_ALLOC_FAILED|out of memory", re.IGNORECASE)
 _LOOP = Path(__file__).parent
 
@@ -38,7 +38,7 @@ class UsageError(RunError):
 
     what: str  # what is wrong: what was given, and what was expected
     instead: str = ""  # what to type or to do instead
-    edits: Sequence[Edit] = ()  # of the config file, where the user need not decide: `doctor --fix` makes them
+    edits: Sequence[Edit] = ()  # of the config file, if the user need not decide: `doctor --fix` makes them
     beside: str = ""  # what else to do, or an alternative: "or ...", "and ...", "as in ..." or another sentence
 
     exit_code = 2
@@ -88,7 +88,7 @@ class WorkerError(Exception):
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and those that caused it, also where `from None` hides them."""
+    """The error and the errors that caused it, even if `from None` hides them."""
     seen: list[BaseException] = []
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -110,11 +110,11 @@ def place_of(error: BaseException) -> str | None:
 
 
 def trace_of(error: BaseException) -> str:
-    """The traceback from the recipe's code on, with the last frame of packages. All of it if the loop raised it."""
+    """The traceback from the recipe's code on, with the last frame of packages; all of it if the loop raised it."""
     if isinstance(error, WorkerError):
         return error.trace
     whole = traceback.TracebackException.from_exception(error)
-    whole.__notes__ = []  # they are in the line
+    whole.__notes__ = []  # the line has them
     calls = [number for number, frame in enumerate(whole.stack) if Path(frame.filename).is_relative_to(_LOOP)]
     called = whole.stack[max(calls, default=-1) + 1 :]
     if own := [frame for frame in called if is_own(frame.filename) or frame is called[-1]]:

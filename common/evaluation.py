@@ -37,12 +37,12 @@ class Evaluation:
 
     Args:
         engine: holds the model to evaluate, and the setup of the run. Each sample of an evaluation set counts once. The
-            name of a set, unless it is "", is put before its metrics.
+            name of a set, unless it is "", begins the names of its metrics.
         state: the run's state.
         watch: the run's watch; a stop request ends an evaluation early.
 
     Attributes:
-        metrics: those of the last evaluation; empty before the first.
+        metrics: the metrics of the last evaluation; empty before the first.
     """
 
     def __init__(self, engine: Engine, state: TrainState, watch: Watch):
@@ -51,7 +51,7 @@ class Evaluation:
         say(f"{engine.plan.num_samples:,} training samples, {', '.join(parts)}")
         self.engine, self.options, self.state = engine, engine.setup.options, state
         device = CPU if engine.plan.config.num_workers else engine.accelerator.device  # a worker reads on the CPU
-        # Moved once, not in each evaluation.
+        # Moves the sets once, not in each evaluation.
         self.eval_sets = {name: resident(eval_set, device) for name, eval_set in eval_sets.items()}
         self.watch = watch
         self.metrics: Metrics = {}
@@ -124,7 +124,7 @@ def _number(name: str, value: Any) -> float:
 def evaluate_exported(setup: Setup, group: CpuGroup) -> Metrics:
     """Evaluates the exported model of an earlier run, for `--evaluate_only`.
 
-    Prints the metrics and writes them to `<output_dir>/evaluation.json`. The other files of the run stay as they are.
+    Prints the metrics and writes them to `<output_dir>/evaluation.json`. It does not change the other files of the run.
 
     Raises:
         UsageError: no exported model in `<output_dir>/model/`, or one that does not fit the recipe's model.
@@ -197,7 +197,7 @@ def evaluate_set(
 
 
 def _in_batches(batch_loss: BatchLoss, values: Examples, size: int) -> Examples:
-    """The metrics of each `size` samples in a row, and of the rest: only of real samples, the same for each layout."""
+    """The metrics of each `size` consecutive samples, and of the rest: without padding, the same in every layout."""
     starts = range(0, len(next(iter(values.values()))), size)
     rows = [{name: whole[start : start + size] for name, whole in values.items()} for start in starts]
     parts = [batch_loss(each, EVALUATION) for each in rows]

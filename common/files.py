@@ -57,14 +57,14 @@ def check_is_pulled(path: Path) -> None:
 
 
 def read_file(path: Path) -> str:
-    """The text of a file in UTF-8. Raises OSError, also for a pipe and the like, on which a read would wait."""
+    """The text of a file in UTF-8. Raises OSError, also for a pipe or similar, where a read would wait."""
     if not path.is_file() and path.exists():
         raise IsADirectoryError(errno.EISDIR, "Not a file", str(path))
     return path.read_text(encoding="utf-8")
 
 
 def give_usual_mode(path: Path) -> None:
-    """Gives a file the mode of files that Python creates; safetensors' can be read by their owner alone."""
+    """Gives a file the mode of files that Python creates; only the owner can read files that safetensors creates."""
     mask = os.umask(0)
     os.umask(mask)
     path.chmod(0o666 & ~mask)

@@ -25,7 +25,7 @@ class Layout:
     sp: int = 1  # processes that share the tokens of each sample
     pp: int = 1  # stages of a pipeline
     ep: int = 1  # processes that share the experts of each layer; each has its own samples
-    takes_means: bool = False  # whether what wraps the model takes the mean of gradients, where others take the sum
+    takes_means: bool = False  # whether the model's wrapper averages gradients instead of summing them
 
     def __str__(self) -> str:
         return self.title

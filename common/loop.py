@@ -50,8 +50,8 @@ def fit(
             number of tokens, all means are weighted by it. With a third argument, `step`, it also gets the number of
             the optimizer step, from 0, the same under every config; in an evaluation the number of steps taken.
         train_set: map-style dataset of dicts of tensors, or a `Mixture` of several.
-        eval_set: the same kind; each sample counts exactly once. Or {name: set}: then the name stands
-            before the metrics of each set.
+        eval_set: the same kind; each sample counts exactly once. Or {name: set}: then the metrics
+            of each set begin with its name.
         config: the flags.
         options: keywords that may be left out; `FitOptions` in step/options.py documents each.
 

@@ -1,4 +1,4 @@
-"""Tells the user's files from those of this package, and whether the version identifies the package's code."""
+"""Tells the user's files from this package's, and whether the version identifies the package's code."""
 
 import base64
 import hashlib
@@ -44,7 +44,7 @@ def names_the_code() -> bool:
 
 
 def _is_whole(installed: Distribution) -> bool:
-    """Whether the running files are those that a wheel installed."""
+    """Whether a wheel installed the running files, unchanged."""
     origin = json.loads(installed.read_text("direct_url.json") or "{}")  # pip writes none for a name and a version
     if {"dir_info", "vcs_info"} & origin.keys():
         return False
@@ -68,8 +68,8 @@ def installed_versions(*packages: str) -> dict[str, str]:
 
 
 def files_of_run() -> dict[str, Path]:
-    """{name: file} of the recipe, of what it has imported from its folder and, unless the version names it, of this
-    package without the command-line tool. As they are named, the recipe can be started."""
+    """{name: file} of the recipe, of its imports from its folder and, unless the version identifies it, of this
+    package without the command-line tool. With these names, the recipe can start."""
     script = Path(sys.argv[0]).resolve()
     files = {script.name: script}
     for module in list(sys.modules.values()):

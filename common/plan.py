@@ -1,4 +1,4 @@
-"""The arithmetic of a run: which samples in which step, and when to log, evaluate and save."""
+"""The arithmetic of a run: the samples of each step, and when to log, evaluate and save."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -161,7 +161,7 @@ class Plan:
         return replace(self, layout=layout, accumulation=self.accumulation * self.layout.data_parallel_size)
 
     def row(self, index: int) -> int:
-        """The number of this process's micro-batch `index` among those of all processes in a step."""
+        """The number of this process's micro-batch `index`, counted over all processes in a step."""
         return index * self.layout.data_parallel_size + self.layout.data_parallel_rank
 
     def factor_at(self, position: int) -> float:
@@ -213,7 +213,7 @@ def _length(sampler: Sampler, seed: int, num_samples: int) -> int:
 
 def _order(sampler: Sampler, seed: int, epoch: int, num_samples: int) -> torch.Tensor:
     """The ids from a sampler, which may also draw from the global generators. Raises UsageError if they are not ids."""
-    seed_forward(seed, ~epoch, 0, CPU)  # ~: different numbers from those of a step
+    seed_forward(seed, ~epoch, 0, CPU)  # ~: different numbers than in a step
     order = torch.as_tensor(sampler(epoch, _generator(seed, epoch)))
     if order.ndim != 1 or order.is_floating_point() or order.dtype == torch.bool:
         kind = f"shape {tuple(order.shape)} of {order.dtype}"

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 EVALUATION = -1  # stands for the epoch of an evaluation, which draws the same numbers each time
 UPDATE = -1  # stands for the micro-batch when the optimizer changes the weights
-COMPARISON = -2  # stands for the micro-batch when `batch_loss` compares the samples of all
+COMPARISON = -2  # stands for the micro-batch when `batch_loss` compares the samples of all processes
 SCHEDULE = -3  # stands for the micro-batch when the recipe's own schedule is called
 SUMMARY = -4  # stands for the micro-batch when the metrics of an evaluation are summarized
 CPU = torch.device("cpu")
@@ -36,10 +36,10 @@ def seed_forward(seed: int, step: int, row: int, device: torch.device) -> None:
     Args:
         seed: `--seed`.
         step: optimizer steps taken; or EVALUATION.
-        row: the number of the micro-batch among those of all processes in this step; or a constant in its place.
+        row: the number of the micro-batch, counted over all processes in this step; or a constant in its place.
         device: of the model.
     """
-    _seed(~seed, step, row, device)  # different numbers from those of the samples
+    _seed(~seed, step, row, device)  # different numbers than for the samples
 
 
 def generator_states(device: torch.device) -> list[Any]:

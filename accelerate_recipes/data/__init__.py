@@ -1,4 +1,4 @@
-"""accelerate-recipes data: what a model gets from the data, before anything is trained."""
+"""accelerate-recipes data: shows the samples that a model gets, before you train."""
 
 from pathlib import Path
 from typing import Annotated
@@ -41,4 +41,4 @@ def data(
         page = render("data.html", title=title, facts=facts(found), has_marks=has_marks(found), found=found)
         write_file(output, page)
         if not as_json:
-            print(f"\n{output}: these facts and samples, with images, for a browser")
+            print(f"\n{output}: the same facts and samples, with images; open it in a browser")

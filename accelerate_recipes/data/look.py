@@ -1,4 +1,4 @@
-"""What a model gets from the data, as JSON. `look` runs in the process of a recipe, at its call of `fit`."""
+"""Describes the samples that a model gets, as JSON. `look` runs in the process of a recipe, at its call of `fit`."""
 
 import base64
 import io
@@ -23,11 +23,11 @@ IGNORED = -100  # a label that torch's losses ignore
 SECONDS = 5.0  # for looking at many samples
 MOST_LOOKED_AT = 2000
 NUM_BARS = 10
-MOST_NAMED = 20  # values of a number
+MOST_NAMED = 20  # values of an integer field
 SMALL, LARGE = 96, 256  # pixels a side of a shown image
 COLOURS = (1, 3)  # channels of an image
 MOST_COLUMNS = 4  # texts of a sample side by side
-# Tensors of whole numbers that are not tokens.
+# Integer tensors that are not tokens.
 BESIDE_TOKENS = {"labels", "text_ids", "attention_mask", "positions", "position_ids", "places", "token_type_ids"}
 
 
@@ -55,7 +55,7 @@ def look(number: int, *arguments: Any, **options: Any) -> dict[str, Any]:
 
 
 def _tokenizer(export: Any) -> Any:
-    """The tokenizer, or the processor that has one, whose files `export` writes: it is its method, or holds it."""
+    """The tokenizer (alone or in a processor) whose files `export` writes: `export` is its method, or refers to it."""
     held = [getattr(export, "__self__", None), *getattr(export, "args", ())]
     held += [cell.cell_contents for cell in getattr(export, "__closure__", None) or ()]
     found = (getattr(one, "tokenizer", one) for one in held)
@@ -82,7 +82,7 @@ def _raw(dataset: Any, index: int) -> dict[str, Any]:
 
 
 def _survey(dataset: Any, names: list[str]) -> dict[str, Any]:
-    """The lengths and the whole numbers of samples all over the set, as many as the time allows."""
+    """The lengths and integers of samples from the whole set, as many as the time allows."""
     size, started = len(dataset), time.monotonic()
     step = max(1, size // MOST_LOOKED_AT)
     lengths: dict[str, list[int]] = {}
@@ -138,13 +138,13 @@ def _sample(batch: dict[str, Any], row: int, raw: dict[str, Any], tokenizer: Any
 
 
 def _holds_tokens(name: str, value: Any) -> bool:
-    """Whether a tensor of a sample holds tokens, of one text or of some side by side."""
+    """Whether a tensor of a sample holds tokens, of one text, or of several side by side."""
     is_row = isinstance(value, Tensor) and (value.ndim == 1 or (value.ndim == 2 and value.shape[1] <= MOST_COLUMNS))
     return is_row and not value.is_floating_point() and value.dtype != torch.bool and name not in BESIDE_TOKENS
 
 
 def _length(name: str, value: Tensor, raw: dict[str, Any], sample: dict[str, Any]) -> int:
-    """The tokens of a sample without padding, which the mask of the batch or the sample before it knows."""
+    """The number of tokens of a sample without padding: from the batch's mask, or from the sample before collation."""
     mask = sample.get("attention_mask")
     if mask is not None and mask.shape == value.shape:
         return int(mask.sum())
@@ -168,7 +168,7 @@ def _runs(
         ids, trained = tokens[start:end], [False] * (end - start)
         if labels is not None and len(labels) == len(tokens):
             known = labels[start:end] != IGNORED
-            # Each label is the next token; others are tokens, or classes of tokens, at their own places.
+            # Either each label is the next token, or it is the token (or its class) at the same position.
             is_next = bool((labels[start : end - 1] == ids[1:])[known[:-1]].all())
             is_shifted = is_next and not bool((labels[start:end] == ids)[known].all())
             if is_shifted and known[-1]:  # the last label is not a token of the block
@@ -184,7 +184,7 @@ def _runs(
 
 
 def _column(value: Any, tokens: Tensor, number: int, length: int) -> Tensor | None:
-    """A column of a tensor that belongs to the tokens; None if it has another length, as in an encoder-decoder."""
+    """A column of a tensor that has as many values as the tokens; otherwise None, as in an encoder-decoder."""
     if not isinstance(value, Tensor) or value.ndim == 0 or len(value) != len(tokens):
         return None
     columns = value.view(len(value), -1)
@@ -196,12 +196,12 @@ def _decode(ids: Iterable[int], tokenizer: Any) -> str:
 
 
 def _visible(text: str) -> str:
-    """A text for a terminal: control characters are written as in Python, such as \\x03 for the end of a text."""
+    """A text for a terminal: control characters become Python escapes, such as \\x03 for the end of a text."""
     return "".join(one if one.isprintable() or one == "\n" else repr(one)[1:-1] for one in text)
 
 
 def _images(pixels: Tensor) -> dict[str, Any]:
-    """Images as PNG files, and the range of their values, which get the colours from black to white."""
+    """Images as PNG files, and the range of their values, drawn from black to white."""
     low, high = pixels.min().item(), pixels.max().item()
     least, most = next(((least, 1.0) for least in (0.0, -1.0) if least <= low and high <= 1), (low, high))
     shades = ((pixels - least) / max(most - least, 1e-9) * 255).round().clamp(0, 255).to(torch.uint8)

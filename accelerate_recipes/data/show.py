@@ -1,4 +1,4 @@
-"""Prints what a model gets: coloured on a terminal, with marks in a pipe."""
+"""Prints the samples that a model gets: coloured on a terminal, with marks in a pipe."""
 
 from typing import Any
 
@@ -57,7 +57,7 @@ def _text(console: Console, runs: list[list[Any]]) -> Text:
     text = Text()
     for words, is_trained, begins in runs:
         if begins:
-            text.append("\n--- the next of the block\n", Style(dim=True))
+            text.append("\n--- the next document in the block\n", Style(dim=True))
         marked = f"«{words}»" if is_trained and not console.color_system else words
         text.append(marked, TRAINED if is_trained else Style())
     if len(text) > MOST_CHARACTERS:

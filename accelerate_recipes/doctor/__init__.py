@@ -34,7 +34,7 @@ def check(
 
     config, script = _existing(config, find_config), _existing(recipe, find_recipe)
     if script is not None and not re.search(r"\bfit\(", text_of(script, "", "use the path of a recipe")):
-        raise UsageError(f"{script} does not call fit, where doctor looks at a recipe: leave it out")
+        raise UsageError(f"{script} does not call fit, so doctor cannot check it: leave it out")
     if fix and config is None:
         raise UsageError("--fix needs a config file: use its path")
     copy = path_of_copy(config) if fix and config else None
@@ -68,11 +68,11 @@ def check(
 
 
 def _existing(path: Path | None, find: Callable[[str], Path]) -> Path | None:
-    """A path that exists; a word without a suffix is a name. Raises UsageError."""
+    """The path of a file; a word without a suffix is the name of one of ours. Raises UsageError if missing."""
     if path is not None and len(path.parts) == 1 and not path.suffix and not is_path(str(path)):
         return find(path.name)
     if path is not None:
-        check_file(path, "", "use the path of a file, or accelerate-recipes list for the names of ours")
+        check_file(path, "", "use the path of a file, or a name from accelerate-recipes list")
     return path
 
 

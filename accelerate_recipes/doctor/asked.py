@@ -1,5 +1,5 @@
-"""What doctor finds in a config, and in a recipe under it: by its rules, and by the loop's own checks of what a run
-would refuse, called under the variables that `accelerate launch` would set.
+"""The findings of doctor about a config, and about a recipe under it. They come from its rules and from the loop's own
+checks, which run with the variables that `accelerate launch` would set.
 
 `refusals` runs in the process of a recipe; without a recipe, in this one.
 """
@@ -26,24 +26,24 @@ if TYPE_CHECKING:
 
 
 class Answer(TypedDict):
-    """What a run would refuse."""
+    """The refusals of a run."""
 
-    refusals: list[UsageError]  # of the loop
-    of_the_launcher: list[str]  # the lines of those of `accelerate launch`
-    # of the recipe: its num_workers, the sample_bytes of the tensors of a sample, its micro_batch_size
+    refusals: list[UsageError]  # from the loop
+    of_the_launcher: list[str]  # the lines with which `accelerate launch` refuses
+    # the recipe's num_workers and micro_batch_size, and its sample_bytes: the size of the tensors of a sample
     facts: dict[str, int]
 
 
 def ask(config: Config, script: Path | None, flags: Sequence[str]) -> Answer:
     """Asks for the refusals of a config, and of a recipe under it. Raises UsageError if the recipe ends before it calls
-    `fit`, or nothing can read a value of the file.
+    `fit`, or the loop cannot read a value of the file.
 
     Args:
-        config: the processes have GPUs if its machine has.
-        script: a recipe; None asks about the config alone.
+        config: its machine decides whether the processes have GPUs.
+        script: a recipe; None asks only about the config.
         flags: of the recipe.
     """
-    question: list[Any] = [str(config.path), bool(config.machine.gpus), config.likely_flags, True]  # as `refusals_of`
+    question: list[Any] = [str(config.path), bool(config.machine.gpus), config.likely_flags, True]  # of `refusals_of`
     if script is not None:
         return at_fit(script, flags, f"{__name__}:refusals", question)
     from accelerate_recipes import RunConfig
@@ -51,7 +51,7 @@ def ask(config: Config, script: Path | None, flags: Sequence[str]) -> Answer:
 
     alone = RunConfig(pipeline_stages=2 if config.path.stem in PIPELINES else 1)
     try:
-        with without_ranks(), redirect_stderr(io.StringIO()):  # the launcher prints which defaults it takes
+        with without_ranks(), redirect_stderr(io.StringIO()):  # the launcher prints the defaults that it chooses
             return refusals_of(None, alone, *question)
     except Exception as error:  # a word in place of a number, for example
         line = f"{type(error).__name__}: {first_line(error)}"
@@ -59,16 +59,16 @@ def ask(config: Config, script: Path | None, flags: Sequence[str]) -> Answer:
 
 
 def refusals(question: list[Any], *arguments: Any, **options: Any) -> Answer:
-    """What a run under the config would refuse. Takes the arguments of `fit`."""
+    """The refusals of a run under the config. Takes the arguments of `fit`."""
     try:
         setup = of_any_size(*arguments, **options)
-    except UsageError as error:  # other mistakes cannot be found
+    except UsageError as error:  # it hides other mistakes
         return {"refusals": [error], "of_the_launcher": [], "facts": {}}
     return refusals_of(setup, arguments[-1], *question)
 
 
 def of_any_size(*arguments: Any, **options: Any) -> "Setup":
-    """The arguments of `fit`, with steps of one sample: any layout divides it. Raises UsageError if none trains it."""
+    """The arguments of `fit`, with steps of one sample, which any layout divides. Raises UsageError if wrong."""
     from accelerate_recipes.common.step.lazy import with_sizes
     from accelerate_recipes.common.step.refusals import check_given
     from accelerate_recipes.common.step.setup import Setup
@@ -82,14 +82,14 @@ def of_any_size(*arguments: Any, **options: Any) -> "Setup":
 def refusals_of(
     setup: "Setup | None", config: Any, path: str, has_gpu: bool, likely: list[str], takes_passes: bool
 ) -> Answer:
-    """What a run under the config would refuse. Changes the variables of this process.
+    """The refusals of a run under the config. Changes the variables of this process.
 
     Args:
-        setup: from `of_any_size`; None: asks about the config file alone.
+        setup: from `of_any_size`; None: asks only about the config file.
         config: the flags of the run.
         path: of the config file.
-        likely: flags for what the file should say.
-        takes_passes: whether to take passes of the model.
+        likely: flags for values that the file should have.
+        takes_passes: whether to run forward passes of the model.
     """
     from accelerate_recipes.common.environment import Environment
     from accelerate_recipes.common.launch.checks import check_device, launch_checks
@@ -98,12 +98,12 @@ def refusals_of(
     found: list[UsageError] = []
     facts = {} if setup is None else {"num_workers": config.num_workers, "sample_bytes": _num_bytes(setup.train_set[0])}
     remove_variables()
-    refused: list[str] = []  # by the launcher; with likely flags, other mistakes in a file show, too
+    refused: list[str] = []  # by the launcher; with likely flags it also finds other mistakes in the file
     for given in ([], likely):
         try:
             os.environ.update(launched(Path(path), given))
             break
-        except Exception as error:  # the launcher raises what it likes
+        except Exception as error:  # the launcher may raise anything
             refused.append(first_line(error))
     else:
         return {"refusals": [], "of_the_launcher": refused[:1], "facts": facts}
@@ -117,7 +117,7 @@ def refusals_of(
             try:
                 plan = setup.plan.under(config, layout)
                 facts |= {"micro_batch_size": plan.micro_batch_size}
-            except UsageError as error:  # other mistakes show with a batch that divides
+            except UsageError as error:  # a batch size that divides shows other mistakes
                 found.append(error)
                 divides = {"batch_size": layout.data_parallel_size * layout.pp, "micro_batch_size": None}
                 plan = setup.plan.under(replace(config, **divides), layout)
@@ -143,7 +143,7 @@ def _num_bytes(sample: Any) -> int:
 
 
 def launched(config: Path, flags: Sequence[str] = ()) -> dict[str, str]:
-    """The first process's variables, under a config file and flags of `accelerate launch`. Raises what it raises."""
+    """The first process's variables, under a config file and flags of `accelerate launch`. Raises its errors."""
     from accelerate.commands import launch  # here, because the import takes seconds
 
     arguments = launch.launch_command_parser().parse_args(["--config_file", str(config), *flags, "recipe.py"])
@@ -165,7 +165,7 @@ def launched(config: Path, flags: Sequence[str] = ()) -> dict[str, str]:
 
 
 def remove_variables() -> None:
-    """Removes the variables of a launcher around this process, which a run must not inherit."""
+    """Removes the variables that a launcher set around this process: a run must not inherit them."""
     from accelerate_recipes.common.environment import INHERITED
 
     for name in filter(INHERITED.match, list(os.environ)):
@@ -174,7 +174,7 @@ def remove_variables() -> None:
 
 def refusal_of(line: str) -> Finding:
     """The finding for a refusal of the launcher that no rule covers."""
-    cure = "what the file lacks"
+    cure = "the missing key, in the file"
     if variable := re.search(r"\$\{?\w+\}?", line):
         cure = by_hand("machine_rank", variable[0])  # the only number that no rule reads
     elif "`--gpu_ids`" in line:
@@ -187,7 +187,7 @@ def refusal_of(line: str) -> Finding:
 def of_config(
     config: Config, script: Path | None = None, flags: Sequence[str] = (), ask: Callable[..., Answer] = ask
 ) -> Iterator[Finding]:
-    """The findings of a config, and of a recipe under it: of the rules, then of the loop, which takes seconds."""
+    """The findings about a config and a recipe under it: first from the rules, then from the loop (seconds)."""
     found = findings(rules.CONFIG, config)
     yield from found
     if not config.is_for_the_loop:
@@ -196,17 +196,17 @@ def of_config(
         answer = ask(config, script, flags)
     except UsageError as error:
         command = " ".join(["python", str(script or "YOUR_RECIPE.py"), *flags])
-        why = "doctor runs a recipe up to this call to look at its model and data; a run would end there, too"
+        why = "doctor runs a recipe up to this call to check its model and data; a run would also end there"
         yield Finding(str(error), why, f"{command}, to see all of its output")
         return
     yield from (_of_the_loop(error, config) for error in answer["refusals"])
-    if not found:  # most files that the launcher refuses have a finding that says more
+    if not found:  # usually a rule has found the same mistake, and says more
         yield from map(refusal_of, answer["of_the_launcher"])
     yield from findings(rules.RECIPE, config, answer["facts"])
 
 
 def _of_the_loop(error: UsageError, config: Config) -> Finding:
-    """A refusal of the loop as a finding, without edits that remove what the file lacks."""
+    """A refusal of the loop as a finding, without edits that remove keys that the file does not have."""
     edits = [edit for edit in error.edits if edit.value is not None or edit.key in config.section(edit.section)]
     advice = join_advice(error.instead, error.beside).removeprefix("use ").removeprefix("run ")
     typed = error.beside if edits else advice

@@ -1,4 +1,4 @@
-"""A config file of Accelerate, as the rules see it: how `accelerate launch` reads its values."""
+"""A config file of Accelerate for the rules, with its values as `accelerate launch` reads them."""
 
 from collections.abc import Iterable
 from copy import deepcopy
@@ -11,7 +11,7 @@ from accelerate_recipes.catalog import MOST_PROCESSES
 from accelerate_recipes.common.errors import Edit
 from accelerate_recipes.doctor.machine import Machine
 
-# Accelerate starts a single process for these, the processes of all other types through torchrun.
+# Accelerate starts a single process for these types, and uses torchrun for all others.
 ONE_PROCESS = ("NO", "MULTI_CPU")
 # {section: prefix that Accelerate adds to keys that lack it}
 PREFIXES = {"fsdp_config": "fsdp_", "fp8_config": "fp8_", "dynamo_config": "dynamo_"}
@@ -52,7 +52,7 @@ class Config:
 
     @property
     def likely_flags(self) -> list[str]:
-        """Flags of `accelerate launch` for numbers that a file may leave to it."""
+        """Flags of `accelerate launch` for numbers that a file may omit."""
         sizes = [size for key, size in self.section("parallelism_config").items() if key.endswith("_size")]
         product = prod(filter(is_count, sizes))
         num_processes = self.num_processes or (product if product > 1 else 2 * self.num_machines)
@@ -71,7 +71,7 @@ class Config:
 
     @property
     def is_for_the_loop(self) -> bool:
-        """Whether the processes start in a way whose variables `launched` knows: not by MPI, on TPUs or elsewhere."""
+        """Whether `launched` knows the variables that start the processes: not with MPI, on TPUs or elsewhere."""
         return self.is_local and self.kind not in ("XLA", "MEGATRON_LM", "") and not self.section("mpirun_config")
 
     def section(self, name: str, kind: str | None = None) -> dict[str, Any]:

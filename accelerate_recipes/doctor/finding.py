@@ -1,4 +1,4 @@
-"""What a rule reports, and how rules run."""
+"""A finding, which a rule reports, and a function that runs rules."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
@@ -12,14 +12,14 @@ Rule = Callable[..., Iterator["Finding"]]
 
 
 class Finding:
-    """Something that makes a run fail, or makes it a different run from the one that was asked for."""
+    """Something that makes a run fail, or makes it do something that you did not ask for."""
 
     def __init__(self, what: str, why: str, *cure: Edit | str):
         self.what, self.why = what, why  # what is wrong, with the given value; what happens because of it
-        # `doctor --fix` makes them. They resolve the finding. If the file works, they keep what it runs, or do what a
-        # key evidently asks for.
+        # `doctor --fix` makes these edits to resolve the finding. If the file works, they do not change the run that it
+        # describes, or they do what a key clearly asks for.
         self.edits = [part for part in cure if isinstance(part, Edit)]
-        self.by_hand = "; ".join(part for part in cure if isinstance(part, str))  # what else to type, or instead
+        self.by_hand = "; ".join(part for part in cure if isinstance(part, str))  # what to type, too or instead
 
     @property
     def type(self) -> str:
@@ -37,7 +37,7 @@ def words(edits: Sequence[Edit]) -> Iterator[str]:
 
 
 def as_yaml(value: Any) -> str:
-    """A value as a file has it, in one line."""
+    """A value in YAML, on one line."""
     return yaml.safe_dump(value, default_flow_style=True, width=float("inf")).removesuffix("...\n").strip()
 
 

@@ -15,10 +15,10 @@ from accelerate_recipes.paths import check_new_file, write_file
 
 
 def path_of_copy(path: Path) -> Path:
-    """The path of the copy next to the file: c.fixed.yaml for c.yaml. Raises UsageError if it exists, or cannot."""
+    """The path of the copy next to the file: c.fixed.yaml for c.yaml. Raises UsageError if it cannot be made."""
     copy = path.with_name(f"{path.stem}.fixed{path.suffix}")
     if copy.exists():
-        raise UsageError(f"{copy} exists: remove it, or use its name to look at it")
+        raise UsageError(f"{copy} exists: remove it, or run doctor on it")
     check_new_file(copy, "")
     return copy
 
@@ -31,11 +31,11 @@ def write(config: Config) -> None:
 
 
 def fixed(config: Config, look: Callable[[Config], Iterable[Finding]]) -> tuple[Config, list[Finding], list[Finding]]:
-    """Makes one edit after the other, in a copy, until no finding has any. `look`: returns the findings of a config one
-    by one; the first ones are fast.
+    """Makes the edits of the findings one after the other, in a copy, until no finding has an edit. `look` yields the
+    findings of a config, the fast ones first.
 
     Returns:
-        The fixed config, the findings whose edits were made, and those that are left to the user.
+        The fixed config, the findings that it resolved, and the findings that are left to the user.
     """
     made: list[Finding] = []
     seen = [config.values]

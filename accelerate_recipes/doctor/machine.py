@@ -17,7 +17,7 @@ from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.package import installed_versions
 
 GIB = 2**30
-# The packages that a run uses, and those of which Accelerate needs one for fp8.
+# The packages that a run uses; for fp8, Accelerate needs one of the last ones.
 PACKAGES = (
     *("accelerate-recipes", "torch", "accelerate", "transformers", "safetensors", "datasets", "numpy", "deepspeed"),
     *("torchao", "transformer-engine", "msamp"),
@@ -39,17 +39,17 @@ class Machine:
 
     memory: int  # of the machine, or less where a container limits it
     free_memory: int
-    shared_memory: int | None  # of /dev/shm; None where there is none
+    shared_memory: int | None  # of /dev/shm; None if there is none
     gpus: tuple[GPU, ...] = ()  # all that torch can use
-    why_no_gpu: str | None = None  # why torch cannot use an NVIDIA GPU that is there
+    why_no_gpu: str | None = None  # why torch cannot use the machine's NVIDIA GPU
     open_files: int | None = None  # limit of a process; None: unlimited
     mpirun: str | None = None  # its path; None where not found
-    versions: dict[str, str]  # {package: version} of those of `PACKAGES` that are installed
+    versions: dict[str, str]  # {package: version} of the installed `PACKAGES`
     default_config: Path | None = None  # Accelerate's default config file
     default_values: dict[str, Any] = field(default_factory=dict)  # its content
 
     def rows(self) -> list[tuple[str, str]]:
-        """The facts as a table of names and values, with those that no rule needs."""
+        """The facts as a table of names and values, including facts that no rule needs."""
         from accelerate_recipes.common.environment import num_cores
 
         packages = [f"{name} {version}" for name, version in self.versions.items() if name != "accelerate-recipes"]
@@ -70,9 +70,9 @@ def look() -> Machine:
     """The facts of this machine. Takes about 0.1 s, or the time to import torch if there is a GPU driver."""
     memory, free_memory = _memory()
     gpus, why_no_gpu = _gpus()
-    default_config = folders()["HF_HOME"] / "accelerate/default_config.yaml"  # that `accelerate launch` reads
+    default_config = folders()["HF_HOME"] / "accelerate/default_config.yaml"  # `accelerate launch` reads it
     default_values: dict[str, Any] = {}
-    with suppress(UsageError):  # there is no such file, or it is not a config
+    with suppress(UsageError):  # no such file, or not a config
         default_values = mapping_in(default_config)
     shared, (open_files, _) = Path("/dev/shm"), resource.getrlimit(resource.RLIMIT_NOFILE)
     return Machine(
@@ -107,7 +107,7 @@ def _memory() -> tuple[int, int]:
 
 
 def _gpus() -> tuple[tuple[GPU, ...], str | None]:
-    """The accelerators that torch can use; if there are none, why torch cannot use an NVIDIA GPU that is there."""
+    """The accelerators that torch can use; if there are none, why torch cannot use the machine's NVIDIA GPU."""
     if not may_have_gpus():
         return (), None
     import torch

@@ -1,4 +1,4 @@
-"""accelerate-recipes plan: what a run will take on a cluster, before anything is spent."""
+"""accelerate-recipes plan: estimates what a run will need on a cluster, before you pay for it."""
 
 from argparse import SUPPRESS, ArgumentParser
 from dataclasses import asdict
@@ -57,7 +57,7 @@ def plan(
     changes = dict(_setting(text) for text in settings or ())
     for key in ("num_processes", "num_machines"):  # once, not for each config
         count(changes, key)
-    # Without --config: those of ours for one machine. The others differ in the number of machines alone.
+    # Without --config: our configs for one machine. The others differ only in the number of machines.
     of_one_machine = [path for path in bundle.configs() if not path.stem.startswith("multi_node")]
     paths = [find_config(name) for name in config or ()] or of_one_machine
     cases = [

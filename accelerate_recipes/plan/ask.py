@@ -1,4 +1,4 @@
-"""Asks for dry runs of a recipe, and completes their answers with times."""
+"""Asks for dry runs of a recipe, and adds times to their answers."""
 
 import math
 import tempfile
@@ -20,20 +20,20 @@ from accelerate_recipes.plan.zero import divide
 MOST = 8192  # GPUs of a scaling curve
 Fitting = list[tuple[str, Estimate]]  # what to type, and its plan
 PER_MACHINE = 8  # GPUs, where a plan for one machine grows
-SECTIONS = ("fsdp", "parallelism", "deepspeed", "fp8", "dynamo")  # a key that starts so stands in <section>_config
+SECTIONS = ("fsdp", "parallelism", "deepspeed", "fp8", "dynamo")  # a key with this prefix belongs in <section>_config
 
 
 @dataclass(frozen=True)
 class Case:
-    """What to plan for."""
+    """A case to plan for."""
 
     config: Path  # a config file
     num_processes: int | None = None  # instead of the file's; None keeps it
-    num_machines: int | None = None  # as that
+    num_machines: int | None = None  # instead of the file's; None keeps it
     settings: Mapping[str, int | str] = field(default_factory=dict)  # {key of the file: value} instead of the file's
     stages: int = 1  # of a pipeline
     flags: dict[str, int] = field(default_factory=dict)  # {flag of the recipe: value} instead of the command line's
-    kind: int | None = None  # the first case of its kind that fits is enough; None: an answer is needed
+    kind: int | None = None  # skip this case if one of the same kind fits; None: never skip it
 
     def write(self, folder: Path) -> tuple[Path, dict[str, int]]:
         """(a config file for this case, what it changes besides the number of processes). Raises UsageError."""
@@ -65,8 +65,8 @@ def count(given: Mapping[str, Any], key: str) -> int:
 
 
 def _sizes(asked: dict[str, Any], settings: Mapping[str, int | str], number: int, machines: int) -> dict[str, int]:
-    """The sizes of a parallelism_config that the number of processes of a stage changes. Replicas are machines; then
-    the shards grow, else the processes that share a layer; those that share a sample's tokens get replicas."""
+    """The sizes of a parallelism_config that change with the number of processes of a stage. `dp_replicate` becomes the
+    number of machines; then `dp_shard` grows, otherwise `dp_replicate`, otherwise `tp`; `sp` alone gets replicas."""
     prefix = "parallelism_config_"
     sizes = {key.removeprefix(prefix).removesuffix("_size"): count(asked, key) for key in asked if "_size" in key}
     if any(key.startswith(prefix) for key in settings) or not {"dp_replicate", "dp_shard", "tp", "sp"} & set(sizes):
@@ -102,7 +102,7 @@ def _plans(script: Path, flags: Sequence[str], cases: Sequence[Case], gpu: Gpu) 
     with tempfile.TemporaryDirectory() as folder:
         written = [case.write(Path(folder)) for case in cases]
         question = gpu, [replace(case, config=path) for case, (path, _) in zip(cases, written)]
-        # dry.py forks, and the children of a process with threads would wait for these.
+        # dry.py forks, and in a process with threads, its children would wait for these threads.
         one_thread = {"OMP_NUM_THREADS": "1"}
         answers = at_fit(script, flags, "accelerate_recipes.plan.dry:measure", question, one_thread, on_meta=True)
     return [_plan(ends, gpu, case.config.stem, sizes) for ends, case, (_, sizes) in zip(answers, cases, written)]
@@ -124,7 +124,7 @@ def _plan(ends: list[Facts | NoPlan], gpu: Gpu, config: str, settings: dict[str,
         _speed(run, step, gpu, run.num_processes),
         Sent(step.whole(sent.link, more.link), step.whole(sent.network, more.network)),
         fits=step.peak <= gpu.usable,
-        # One process takes the samples of all, at the rate that programs reach.
+        # One process computes the samples of all processes, at the rate that programs reach.
         check_seconds=run.check_steps * step.flops * run.num_processes / (_peak(run, gpu) * gpu.flops),
         config=config,
         settings=settings,
@@ -167,8 +167,8 @@ def _speed(run: RunFacts, step: StepFacts, gpu: Gpu, num_processes: int) -> Spee
 
 
 def scale_up(plan: Estimate, gpu: Gpu) -> list[Speed]:
-    """The plan with 1, 4, 16, ... times as many processes, each with as many samples as in the plan. Processes that all
-    share the same samples have only one row: there are no gradients to send that would show the way."""
+    """The plan with 1, 4, 16, ... times as many processes, each with as many samples as in the plan. One row if all
+    processes share the same samples: without data parallelism, the plan does not show how gradient traffic grows."""
     rows = [plan.speed]
     while plan.run.data_parallel > 1 and (number := rows[-1].num_processes * 4) <= MOST:
         row = _speed(plan.run, plan.step, gpu, number)

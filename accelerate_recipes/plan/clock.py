@@ -14,7 +14,7 @@ def bytes_to_send(collective: str, size: float, num_ranks: int) -> float:
 
 
 def num_machines(group: Group, per_machine: int) -> int:
-    """On how many machines a group has processes."""
+    """The number of machines with processes of a group."""
     first, count, distance = group
     return (
         (first + (count - 1) * distance) // per_machine - first // per_machine + 1 if distance < per_machine else count
@@ -22,7 +22,7 @@ def num_machines(group: Group, per_machine: int) -> int:
 
 
 def num_sent(events: Sequence[Event], per_machine: int) -> Sent:
-    """What a process sends."""
+    """The bytes that a process sends."""
     link = network = 0.0
     for event in events:
         if isinstance(event, Collective):
@@ -33,7 +33,7 @@ def num_sent(events: Sequence[Event], per_machine: int) -> Sent:
 
 
 def seconds_of(event: Collective, gpu: Gpu, per_machine: int) -> float:
-    """Time of a collective: latency, and bytes over the slowest link; a group leaves a machine by all network cards."""
+    """Time of a collective: latency, and bytes over the slowest link; a group uses all network cards of a machine."""
     kind, size, group, _ = event
     machines = num_machines(group, per_machine)
     bytes_sent, rounds = bytes_to_send(kind, size, group.size), 2 if kind == "all_reduce" else 1
@@ -48,8 +48,8 @@ def step_seconds(events: Sequence[Event], gpu: Gpu, per_machine: int) -> tuple[f
     """(time of a step, the part of it in which the process waits for collectives).
 
     Computation and collectives are two streams. A collective that runs beside the computation starts when the program
-    issues it, after the one before; a gather as soon as the computation before the previous gather ended, because FSDP2
-    prefetches one layer. The computation waits for a gather, and at its end for all.
+    issues it, after the previous one; a gather starts when the computation before the previous gather ends: FSDP2
+    prefetches one layer. The computation waits for a gather, and at its end for all collectives.
     """
     compute = waited = free = before_gather = 0.0
     for event in events:
@@ -74,7 +74,7 @@ def grow(events: Sequence[Event], num_processes: int, wanted: int) -> list[Event
     for event in events:
         if isinstance(event, Collective) and event.kind != "send":
             group = event.group
-            if group.size * group.distance >= num_processes:  # it reaches from the first to the last processes
+            if group.size * group.distance >= num_processes:  # it reaches from the first process to the last
                 event = event._replace(group=group._replace(size=wanted // group.distance))
         result.append(event)
     return result

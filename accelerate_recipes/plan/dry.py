@@ -29,8 +29,8 @@ NOT_ASKED = NoPlan(failed="another of its kind fits")
 
 
 def measure(question: tuple[Gpu, list[Case]], *arguments: Any, **options: Any) -> list[list[Facts | NoPlan]]:
-    """Takes a GPU and cases, each with a config as it is meant, and the arguments of `fit`. Answers what one process
-    does, and of a pipeline also the last one, each in a process of its own."""
+    """Takes a GPU, cases with their final configs, and the arguments of `fit`. Returns what the first process does, and
+    for a pipeline also what the last one does. Each runs in its own process."""
     (gpu, cases), answers, found = question, list[list[Facts | NoPlan]](), set[int | None]()
     for case in cases:
         if case.kind is not None and case.kind in found:

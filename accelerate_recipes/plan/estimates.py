@@ -1,4 +1,4 @@
-"""What a plan consists of. Bytes and operations are those of one process."""
+"""The parts of a plan. Bytes and operations are per process."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -13,12 +13,12 @@ class Group(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """What processes do together, such as "all_reduce"."""
+    """A collective operation of processes, such as "all_reduce"."""
 
     kind: str
     num_bytes: float  # of the whole tensor
     group: Group
-    beside: bool  # whether the program goes on while it runs
+    beside: bool  # whether it runs beside the computation
 
 
 Event = float | Collective  # seconds of computation, or a collective
@@ -38,20 +38,20 @@ class RunFacts:
     accumulation: int  # forward passes of a process in a step
     stages: int  # of a pipeline
     idle: float  # share of the time of a step in which a stage waits, by the schedule of a pipeline
-    live: float  # micro-batches whose activations a process of a pipeline holds at most; of that which holds most
+    live: float  # the most micro-batches whose activations a process of a pipeline holds at once
     num_steps: int
     steps_per_epoch: int
     num_samples: int  # of the training set
     save_every: int  # steps; 0: no checkpoints
     keep_checkpoints: int
-    # {step, from 0: rate}, for steps that show the schedule; JSON has no other keys than text
+    # {step, from 0: rate}, for steps that show the schedule; keys of JSON are text
     learning_rates: dict[str, float]
     tf32: bool  # whether float32 products use TF32
-    flops_per_sample: float | None  # what the recipe gave to `fit`
-    tokens_per_sample: float | None  # as that
+    flops_per_sample: float | None  # as the recipe passes it to `fit`
+    tokens_per_sample: float | None  # as the recipe passes it to `fit`
     check_steps: int  # first steps to compare with one process; 0: none
-    longest_check: float  # seconds; a longer comparison is not made
-    why_not_checked: str | None  # another reason for none
+    longest_check: float  # seconds; the run skips a longer check
+    why_not_checked: str | None  # another reason to skip it
 
     @property
     def per_machine(self) -> int:
@@ -61,7 +61,7 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class Zero:
-    """What DeepSpeed divides: its stage, whether the optimizer works on the CPU, the number of trained values."""
+    """DeepSpeed's division: its stage, whether the optimizer works on the CPU, the number of trained values."""
 
     zero_stage: int
     offloads: bool
@@ -70,23 +70,23 @@ class Zero:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What a process holds, in bytes, and does in a step."""
+    """The memory of a process, in bytes, and its work in a step."""
 
-    zero: Zero | None  # under DeepSpeed alone
+    zero: Zero | None  # only under DeepSpeed
     weights: float
     gradients: float
     optimizer: float
     slots_per_weight: float  # bytes of the optimizer's state for a byte of the weights that it trains
     forward: float  # what a forward pass adds; 0 in a pipeline
     peak: float  # the most that it holds
-    first: list[Event]  # the events with some micro-batches
-    more: list[Event]  # and with more
+    first: list[Event]  # the events of a step with a few micro-batches
+    more: list[Event]  # and of a step with more
     flops: float  # floating-point operations
     passes: int  # how often a step does what `more` adds to `first`
     saved: int  # bytes of a checkpoint
 
     def whole(self, first: float, more: float) -> float:
-        """A number of the whole step, from those of `first` and `more`."""
+        """A number of the whole step, from its values for `first` and `more`."""
         return first + self.passes * (more - first)
 
 
@@ -100,10 +100,10 @@ class NoPlan:
     refused: list[str] | None = None  # the lines with which the run would end
     failed: str | None = None  # why there was no dry run
     config: str = ""  # as in Estimate
-    settings: dict[str, int] | None = None  # as that
+    settings: dict[str, int] | None = None  # as in Estimate
 
     def as_json(self) -> dict[str, Any]:
-        """What is known."""
+        """The known facts."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -113,7 +113,7 @@ class Speed:
 
     num_processes: int
     seconds: float  # of a step
-    waits: float  # of these, those in which a process waits for others
+    waits: float  # the part of them that a process waits for others
     samples_per_second: float
     tokens_per_second_per_gpu: float | None
     mfu: float  # the share of the GPU's peak rate
@@ -132,14 +132,14 @@ class Sent:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a run will take."""
+    """The estimate of a run."""
 
     run: RunFacts
     step: StepFacts  # in a pipeline of the stage that holds most, with the events of the slowest
     speed: Speed
     sent: Sent  # in a step
     fits: bool  # whether the peak fits into the GPU's memory
-    check_seconds: float  # that one process takes for the first steps
+    check_seconds: float  # the time of one process for the first steps
     config: str  # its name
     settings: dict[str, int]  # {key of the config: size}, changed by the number of processes
 

@@ -20,12 +20,12 @@ BUCKET = 25 * 2**20  # bytes; DDP's default
 
 
 def weights_on_meta(size: Path) -> AbstractContextManager[Any]:
-    """Parameters of modules that are built in the `with` block take no memory and have no values, like those that
+    """Parameters of modules that are built in the `with` block take no memory and have no values, like parameters that
     are still on disk. A file always has the number of bytes that they would take."""
     from accelerate_recipes.common.weights.on_disk import LazyParameter
 
     register = nn.Module.register_parameter
-    moved: Any = WeakIdKeyDictionary()  # so that a weight that two modules share stays one
+    moved: Any = WeakIdKeyDictionary()  # a weight that two modules share stays one weight
     num_bytes = 0
 
     def registered(module: nn.Module, name: str, weight: nn.Parameter | None) -> None:
@@ -43,7 +43,7 @@ def weights_on_meta(size: Path) -> AbstractContextManager[Any]:
 
 @contextmanager
 def processes(number: int, rank: int) -> Iterator[None]:
-    """In the `with` block process groups have `number` processes and this is `rank`; models stay, nothing is sent."""
+    """In the `with` block, process groups have `number` processes; this is `rank`. Models stay, and nothing is sent."""
     from torch.distributed import _meta_registrations, device_mesh
     from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -54,7 +54,7 @@ def processes(number: int, rank: int) -> Iterator[None]:
         if not dist.is_initialized():
             join("fake", store=FakeStore(), rank=rank, world_size=number)
 
-    with_ranks: Any = _disable_current_modes()  # a decorator: a mesh looks at its ranks
+    with_ranks: Any = _disable_current_modes()  # a decorator: a mesh reads its ranks
     make_mesh = with_ranks(device_mesh.init_device_mesh)
     with ExitStack() as stack:
         for owner, name, value in (
@@ -64,15 +64,15 @@ def processes(number: int, rank: int) -> Iterator[None]:
             (_fsdp_init, "init_device_mesh", make_mesh),
             (device_mesh.DeviceMesh, "__init__", with_ranks(device_mesh.DeviceMesh.__init__)),
             (_fsdp_param, "_chunk_with_empty", _Chunks),
-            (_meta_registrations, "generate_unique_id", count(1).__next__),  # torch's draws a random number
+            (_meta_registrations, "generate_unique_id", count(1).__next__),  # torch's function draws a random number
             (nn.parallel, "DistributedDataParallel", Replica),
             (nn.Module, "to", lambda module, *_, **__: module),
             (Tensor, "pin_memory", lambda tensor, *_, **__: tensor),
         ):
             stack.enter_context(patch.object(owner, name, value))
-        if masks := sys.modules.get("transformers.masking_utils"):  # it takes tensors without data for tracing
+        if masks := sys.modules.get("transformers.masking_utils"):  # it mistakes tensors without data for tracing
             stack.enter_context(patch.object(masks, "is_tracing", lambda *_: False))
-        if experts := sys.modules.get("transformers.integrations.moe"):  # its operation for tracing takes any type
+        if experts := sys.modules.get("transformers.integrations.moe"):  # its operation for tracing accepts any type
             stack.enter_context(patch.object(experts, "_can_use_grouped_mm", lambda *_: False))
         if sharing := sys.modules.get("accelerate_recipes.common.parallel.expert"):
             # All processes have as many tokens as this one.
@@ -85,7 +85,7 @@ def processes(number: int, rank: int) -> Iterator[None]:
 
 
 class _Chunks:
-    """The shards of a weight, of which FSDP2 looks at two. It makes all, which takes a minute for 1,024 processes."""
+    """The shards of a weight, made on request: FSDP2 uses two, but makes all (one minute for 1,024 processes)."""
 
     def __init__(self, tensor: Tensor, num_chunks: int, dim: int):
         self.tensor, self.dim, self.size = tensor, dim, -(-tensor.shape[dim] // num_chunks)
@@ -98,7 +98,7 @@ class _Chunks:
 
 
 class Replica(DistributedDataParallel):
-    """Holds and sends what DDP does. DDP's own code, in C++, reads addresses, which fake tensors do not have."""
+    """Holds and sends as much as DDP. DDP's own C++ code reads addresses, and fake tensors have none."""
 
     def __init__(self, module: nn.Module, *_: Any, find_unused_parameters: bool = False, **__: Any):
         nn.Module.__init__(self)
@@ -140,7 +140,7 @@ class Replica(DistributedDataParallel):
 def make_fake(model: nn.Module, optimizer: torch.optim.Optimizer | None, dtype: torch.dtype | None) -> None:
     """Gives model and optimizer weights without data, in a FakeTensorMode; floating-point ones of `dtype`, if given."""
     made: dict[int, Any] = {}
-    owners: list[Any] = []  # the id of a tensor that has ended may be given again
+    owners: list[Any] = []  # kept alive, because Python reuses the id of a freed tensor
 
     def fake(tensor: Any) -> Any:
         if id(tensor) not in made:

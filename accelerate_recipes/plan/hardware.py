@@ -13,7 +13,7 @@ TABLE = Path(__file__).parent / "hardware.json"
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, and what programs reach of its rates."""
+    """A GPU: its rates, and the share of them that programs reach."""
 
     name: str
     flops_16: float  # operations per second in bf16 or fp16; a peak, as the rates below
@@ -24,7 +24,7 @@ class Gpu:
     link: float  # bytes per second that it sends to others of its machine
     network: float  # to other machines
     flops: float  # share of the peak that programs reach
-    memory: float  # the same of memory_rate, and below of the links
+    memory: float  # the same for memory_rate, and below for the links
     reached_link: float
     reached_network: float
     launch: float  # seconds of each operation
@@ -48,7 +48,7 @@ class Gpu:
 
 
 def read(name: str, memory_gb: float | None = None, table: Path | None = None) -> Gpu:
-    """Reads a GPU's rates. Raises UsageError for no such GPU or file, or too little memory.
+    """Reads a GPU's rates. Raises UsageError for an unknown GPU, a missing file, or too little memory.
 
     Args:
         memory_gb: if it differs from the table's.
@@ -69,5 +69,5 @@ def read(name: str, memory_gb: float | None = None, table: Path | None = None) -
             check_number(float(value), f"--hardware {table}: {key}")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise UsageError(f"--hardware {table} is not in the form of {TABLE}: copy that file and change it") from None
-    check_number(memory_gb, "--memory", gpu.reserved_gb, ", the GB of a GPU that are not for tensors")
+    check_number(memory_gb, "--memory", gpu.reserved_gb, ", the GB of a GPU that tensors cannot use")
     return gpu if memory_gb is None else replace(gpu, memory_gb=memory_gb)

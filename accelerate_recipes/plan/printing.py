@@ -45,7 +45,7 @@ def show_one(plan: Estimate, gpu: Gpu) -> None:
         "peak": f"{in_bytes(step.peak)} of {in_bytes(gpu.usable)}: {'fits' if plan.fits else 'DOES NOT FIT'}",
         "sends": f"{in_bytes(plan.sent.link)} a step and process inside a machine, "
         f"{in_bytes(plan.sent.network)} between machines",
-        "step": f"{_seconds(speed.seconds)}, of which {_seconds(speed.waits)} waiting for other processes",
+        "step": f"{_seconds(speed.seconds)}; {_seconds(speed.waits)} of it waiting for other processes",
         "speed": f"{speed.samples_per_second:,.4g} samples/s{tokens}, {speed.mfu:.1%} MFU",
         "time": f"{_hours(speed.hours)}, {speed.gpu_hours:,.3g} GPU hours",
     }
@@ -59,7 +59,7 @@ def show_fitting(near: Sequence[tuple[str, Estimate]], name: str) -> None:
     advice = "; or ".join(
         f"{text} ({in_bytes(plan.step.peak)}, {_seconds(plan.speed.seconds)} a step)" for text, plan in near
     )
-    print(f"{name:<14}{advice or 'nothing that was tried fits: use more GPUs, or a smaller model'}")
+    print(f"{name:<14}{advice or 'no setting that plan tried fits: use more GPUs, or a smaller model'}")
 
 
 def show_several(plans: Sequence[Estimate | NoPlan]) -> None:
@@ -91,7 +91,7 @@ def show_scaling(configs: dict[str, list[Speed]]) -> None:
 
 
 def show_cheapest(rows: Sequence[tuple[str, Speed]], hours: float | None) -> None:
-    """Names the row with the fewest GPU hours of those that end in time."""
+    """Names the row with the fewest GPU hours, among rows that end in time."""
     in_time = [(config, row) for config, row in rows if hours is None or row.hours <= hours]
     if not in_time:
         print(f"\nnothing here finishes in {hours:g} hours: use --scaling, or another --hours")
@@ -115,7 +115,7 @@ def _speed(row: Speed, share: str) -> tuple[str, ...]:
 
 
 def _check(plan: Estimate) -> str:
-    """Whether one process repeats them (docs/check.md)."""
+    """Whether one process repeats the first steps (docs/check.md)."""
     run = plan.run
     if not run.check_steps:
         return ""

@@ -1,4 +1,4 @@
-"""Takes training steps on tensors without data, with the run's own engine, and notes what they hold and do."""
+"""Takes training steps on tensors without data, with the run's own engine, and records what they hold and do."""
 
 import os
 import warnings
@@ -42,10 +42,10 @@ class DryRun:
     last: bool  # whether this is the last process, and not the first
 
     def measure(self) -> StepFacts:
-        """What a process holds and does.
+        """Measures what a process holds and does.
 
-        Under DeepSpeed, whose own code does not run on such tensors, for the undivided model in one process, with what
-        zero.py needs to know.
+        DeepSpeed's own code does not run on such tensors. Under DeepSpeed, measures the undivided model in one process,
+        and adds what zero.py needs to know.
         """
         model, optimizer, plan = self.setup.model, self.setup.optimizer, self.setup.plan
         layout, batches, zero = plan.layout, self._batches(), None
@@ -72,7 +72,7 @@ class DryRun:
 
     @property
     def _numbers(self) -> tuple[int, int]:
-        """Two numbers of micro-batches, from whose difference others follow."""
+        """Two numbers of micro-batches. The difference between their steps predicts steps with other numbers."""
         plan = self.setup.plan
         if self.setup.batch_loss is not None:
             return plan.accumulation, plan.accumulation
@@ -97,7 +97,7 @@ class DryRun:
         more, peak, more_flops = first, _, flops = tracker.track(lambda: engine.step(1, batches, False))
         if len(one) < len(batches):
             first, _, flops = tracker.track(lambda: engine.step(2, one, False))
-        # Of a step, beside those of `first`; so many of them do what `more` adds to it.
+        # How often a step does what `more` adds to `first`.
         passes = (plan.accumulation - len(one)) // max(1, len(batches) - len(one))
         before, forward = tracker.held, 0
         if plan.layout.pp == 1:
@@ -116,7 +116,7 @@ class DryRun:
             more=more,
             flops=flops + passes * (more_flops - flops),
             passes=passes,
-            # A checkpoint has all weights, and the optimizer's state of all that are trained.
+            # A checkpoint has all weights, and the optimizer state of all trained weights.
             saved=round(weights + updated * slots_per_weight),
         )
 
@@ -143,7 +143,7 @@ def _num_bytes(tensors: list[Tensor]) -> int:
 
 
 def _accelerator(layout: Layout) -> Any:
-    """As `start` makes it, for processes that do not exist."""
+    """The accelerator that `start` would make, for processes that do not exist."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

@@ -1,4 +1,4 @@
-"""Notes what a training step does on fake tensors: bytes that are held, seconds of its operations, collectives."""
+"""Records what a training step does on fake tensors: bytes in memory, seconds of its operations, collectives."""
 
 import weakref
 from collections.abc import Callable
@@ -19,8 +19,8 @@ from torch.utils.flop_counter import flop_registry
 from accelerate_recipes.plan.estimates import Collective, Event, Group
 from accelerate_recipes.plan.hardware import Gpu
 
-# {part of the name of torch's operation: (collective, whether the program goes on while it runs)}. Those of
-# `torch.distributed` run beside the computation; the functional ones of tensor and sequence parallelism do not.
+# {part of the name of torch's operation: (collective, whether it runs beside the computation)}. Collectives of
+# `torch.distributed` do; the functional collectives of tensor and sequence parallelism do not.
 COLLECTIVES = {
     "allreduce_": ("all_reduce", True),
     "_allgather_base_": ("all_gather", True),
@@ -37,13 +37,13 @@ ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_
 
 
 class Tracker(TorchDispatchMode):
-    """Active in a `with` block. Values that a program reads are made up: 1."""
+    """Active in a `with` block. A program that reads a value gets 1."""
 
     def __init__(self, gpu: Gpu, tf32: bool, experts: int = 1):
         super().__init__()
         self.held = self.peak = 0  # bytes of all live tensors that were made in the block, and the most in `track`
         self.events: list[Event] = []  # in the order of the program
-        self.flops, self.num_draws = 0.0, 0  # floating-point operations, and those that drew random numbers
+        self.flops, self.num_draws = 0.0, 0  # floating-point operations; operations that drew random numbers
         self._gpu, self._tf32, self._experts = gpu, tf32, experts
         self._sizes: dict[int, int] = {}  # {storage: its bytes}
 
@@ -114,7 +114,7 @@ class Tracker(TorchDispatchMode):
 
     def _flops(self, func: Any, args: Any, kwargs: Any, out: Any) -> float:
         packet = func._overloadpacket
-        if packet in (ATTENTION, ATTENTION_BACKWARD):  # torch does not count those of the CPU
+        if packet in (ATTENTION, ATTENTION_BACKWARD):  # torch does not count attention on the CPU
             is_backward = packet is ATTENTION_BACKWARD
             query, key = args[1:3] if is_backward else args[:2]
             place = 7 if is_backward else 4
@@ -123,7 +123,7 @@ class Tracker(TorchDispatchMode):
             forward = 4.0 * batch * heads * length * key.shape[2] * width * (0.5 if causal else 1)
             return forward * 2.5 if is_backward else forward
         if func.namespace == "transformers" and packet.__name__.startswith("grouped_mm"):  # experts
-            tokens, weight = args[:2]  # an expert-parallel process has those of its group, and computes its share
+            tokens, weight = args[:2]  # an expert-parallel process has the tokens of its group, and computes its share
             forward = 2.0 * len(tokens) / self._experts * weight.shape[1] * weight.shape[2]
             return forward * 2 if packet.__name__.endswith("backward") else forward
         return float(flop_registry[packet](*args, **kwargs, out_val=out)) if packet in flop_registry else 0.0
@@ -144,7 +144,7 @@ class Tracker(TorchDispatchMode):
 
 
 def _group(args: Any) -> Group:
-    """The group of a collective, which it is given as an object or by name."""
+    """The group of a collective, from an argument that is an object or a name."""
     group: Any = dist.group.WORLD
     names = ("sum", "avg", "max", "min")  # of operations
     for value in args:

@@ -1,6 +1,6 @@
-"""DeepSpeed's ZeRO by formulas: its own code, which fuses and copies, does not run on tensors without data.
+"""DeepSpeed's ZeRO as formulas: its own code fuses and copies, and does not run on tensors without data.
 
-Source: Rajbhandari et al. 2020 for the shares; the buffers as benchmarks/memory.py measures them.
+Sources: Rajbhandari et al. 2020 for the shares, and benchmarks/memory.py, which measures the buffers.
 """
 
 from dataclasses import replace
@@ -9,11 +9,11 @@ from accelerate_recipes.plan.estimates import Collective, Event, Group, RunFacts
 
 BUCKET = 50_000_000  # values; see configure() in common/parallel/deepspeed.py
 LIVE = 1_000_000_000  # values that ZeRO-3 gathers at most: DeepSpeed's stage3_max_live_parameters
-PARTS = 16  # in which ZeRO-3's gathers are spread over a step, for its time
+PARTS = 16  # of a step; ZeRO-3's gathers are spread over them
 
 
 def divide(one: StepFacts, run: RunFacts) -> StepFacts:
-    """The step of one of many processes, from that of one process with the whole model. Changes only DeepSpeed's."""
+    """The step of one of many processes, from a step of one process with the whole model. Changes only DeepSpeed."""
     if one.zero is None:
         return one
     stage, number, offloads = one.zero.zero_stage, run.num_processes, one.zero.offloads

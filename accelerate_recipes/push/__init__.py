@@ -11,14 +11,14 @@ import typer
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.console import AsJson, print_json
 
-# Longest silence of the Hub within a request, in seconds. Longest upload: hf_xet, which sends large files, was seen to
-# wait 20 minutes for a silent server; seconds, and bytes a second.
+# The longest silence of the Hub within a request, in seconds. The longest upload: hf_xet, which sends large files, once
+# waited 20 minutes for a silent server; seconds, and bytes per second.
 TIMEOUT_S = float(os.environ.get("ACCELERATE_RECIPES_HUB_TIMEOUT", 60.0))
 LONGEST_S, SLOWEST = 10 * TIMEOUT_S, 1e6
 
 
 def push(
-    output_dir: Annotated[Path, typer.Argument(help="output folder of a run that is done")],
+    output_dir: Annotated[Path, typer.Argument(help="output folder of a finished run")],
     name: Annotated[str, typer.Argument(help="repository on the Hugging Face Hub; a new one is private")],
     as_json: AsJson = False,
 ) -> None:
@@ -37,7 +37,7 @@ def push(
         with FileLock(output_dir / ".lock", timeout=0):  # no run may replace model/ now
             upload = ThreadPoolExecutor(1).submit(_send, output_dir, card, name)
             if not wait([upload], seconds).done:
-                raise TimeoutError(f"no end after {seconds:.0f} s")
+                raise TimeoutError(f"not done after {seconds:.0f} s")
             url = upload.result()
     except Exception as error:  # the library and its network stack raise dozens of types
         why = "a run writes to the folder" if isinstance(error, Timeout) else _reason(error)
@@ -49,7 +49,7 @@ def push(
 
 
 def check_name(name: str) -> None:
-    """Raises UsageError if it is clear without the network that nothing can be uploaded to the repository `name`."""
+    """Raises UsageError if an upload to the repository `name` must fail. Does not use the network."""
     from huggingface_hub import get_token, is_offline_mode
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
@@ -67,7 +67,7 @@ def check_name(name: str) -> None:
 
 
 def _finished(output_dir: Path) -> dict[str, Any]:
-    """The run card. Raises UsageError unless a finished run is there."""
+    """The run card of a finished run. Raises UsageError if there is none."""
     from accelerate_recipes.common.records.run_card import read_card  # the import takes seconds
 
     try:
@@ -75,7 +75,7 @@ def _finished(output_dir: Path) -> dict[str, Any]:
         is_done = card["status"] == "done" or card.get("trained", False)
         has_model = any((output_dir / "model").glob("*.safetensors"))
     except (OSError, KeyError):
-        raise UsageError(f"{output_dir} holds no run: use the --output_dir of one that is done") from None
+        raise UsageError(f"{output_dir} holds no run: use the --output_dir of a finished run") from None
     if not is_done:
         raise UsageError(f"the run in {output_dir} is not done: use its command with --resume_from_checkpoint latest")
     if not has_model:
@@ -94,7 +94,7 @@ def _send(output_dir: Path, card: dict[str, Any], name: str) -> str:
 
     from accelerate_recipes.push.card import write_model_card
 
-    logging.set_verbosity_error()  # it retries some requests, and says so
+    logging.set_verbosity_error()  # it logs its retries
     if not sys.stderr.isatty():
         disable_progress_bars()
     default = get_session()

@@ -1,4 +1,4 @@
-"""The page: HTML, style, plots and plotly.js in one file, without anything to load."""
+"""The page: HTML, style, plots and plotly.js in one file that loads nothing else."""
 
 from collections.abc import Sequence
 from datetime import datetime
@@ -41,7 +41,7 @@ def _remarks(run: Run) -> list[str]:
         time = f"{datetime.fromtimestamp(run.changed):%Y-%m-%d %H:%M:%S}"
         remarks.append(f"{run.name}: it is still running, or was killed. The last record is of {time}.")
     if run.num_damaged:
-        remarks.append(f"{run.name}: lines of metrics.jsonl that are not records, and are left out: {run.num_damaged}")
+        remarks.append(f"{run.name}: skipped lines of metrics.jsonl that are not records: {run.num_damaged}")
     return remarks
 
 
@@ -78,7 +78,7 @@ def _plot(runs: Sequence[Run], metric: str, index: int) -> dict[str, Any]:
 
 
 def number(value: float) -> str:
-    """A number with the digits that matter."""
+    """A number with its significant digits."""
     size = abs(value)
     if value and (size < 1e-3 or size >= 1e9):
         return f"{value:.3e}"

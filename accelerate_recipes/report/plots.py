@@ -9,7 +9,7 @@ from plotly.io import to_html
 
 from accelerate_recipes.report.run_history import AXES, Curve, Event, Run
 
-# They read on white and on the dark page. No two of 20 runs share both colour and dashes.
+# They are readable on the white and the dark page. No two of 20 runs share both colour and dashes.
 COLOURS = ("#2b7de0", "#e0661a", "#159a72", "#a35ff0", "#d1447a")
 DASHES = ("solid", "dash", "dot", "dashdot")
 _FONT, _GRID, _CLEAR = "#7a828c", "rgba(128,128,128,0.25)", "rgba(0,0,0,0)"
@@ -26,7 +26,7 @@ def metrics_to_plot(runs: Sequence[Run]) -> list[str]:
     """The metrics to plot: losses, evaluation metrics, throughput, and the others."""
     names = dict.fromkeys(metric for run in runs for metric in run.metrics)
     chosen = [name for name in names if name != "skipped_steps" or any(_values(runs, name))]
-    # A training metric that evaluations replace is a part of one, such as the sums of a ratio.
+    # A training metric that no evaluation has is a part of another metric, such as one of the sums of a ratio.
     evaluated = {name.rpartition("/")[2] for name in names if name.startswith("eval/")}
     parts = {name for name in names if name.startswith("train/") and evaluated and name[6:] not in evaluated}
     chosen = [name for name in chosen if name not in parts or name == "train/loss"]
@@ -51,7 +51,7 @@ def title(runs: Sequence[Run], metric: str) -> str:
 
 
 def div(runs: Sequence[Run], metric: str, number: int) -> str:
-    """The plot with this number on the page, as HTML. The page has to hold plotly.js."""
+    """The plot with this number on the page, as HTML. The page must contain plotly.js."""
     options = {"displaylogo": False, "responsive": True}
     plot = figure(runs, metric)
     return to_html(plot, full_html=False, include_plotlyjs=False, config=options, div_id=f"plot{number}")
@@ -61,7 +61,7 @@ def figure(runs: Sequence[Run], metric: str) -> Figure:
     """The plot of a metric, with a curve for each run that has it. Its `meta` has {axis: what changes} for the page's
     switch of the horizontal axis.
 
-    Gaps and events are traces over an axis of their own from 0 to 1, so that the switch only moves x.
+    Gaps and events are traces on their own axis from 0 to 1, so that the switch only changes x.
     """
     names = {index: _legend(runs, index, metric) for index, run in enumerate(runs) if metric in run.metrics}
     traces = {
@@ -142,7 +142,7 @@ def _marks(run: Run, index: int, axis: str) -> _Trace:
 
 
 def thin(curve: Curve) -> Curve:
-    """At most about _MAX_POINTS of the points: of each stretch the lowest, the highest, and the first gap."""
+    """At most about _MAX_POINTS of the points: the lowest and the highest of each stretch, and its first gap."""
     if len(curve) <= _MAX_POINTS:
         return curve
     size, kept = 2 * len(curve) / _MAX_POINTS, [curve[0]]
@@ -163,7 +163,7 @@ def _legend(runs: Sequence[Run], index: int, metric: str) -> str:
 
 
 def _text(text: str) -> str:
-    """Text for plotly, which knows some HTML, and no halves of characters."""
+    """Escaped text for plotly, which reads some HTML, and cannot read halves of characters."""
     return escape(text.encode(errors="replace").decode(), quote=False)
 
 

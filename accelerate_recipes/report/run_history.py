@@ -25,7 +25,7 @@ Curve = list[tuple[int, float | None]]  # (step, value); None: the record has no
 
 @dataclass(frozen=True)
 class Event:
-    """A start or an end of an attempt that is not the plain start or end of a run."""
+    """A start or end of an attempt, except the normal start and end of a run."""
 
     kind: str  # resumed, restarted (from step 0), stopped or failed
     attempt: int  # its number, counted from 1
@@ -72,7 +72,7 @@ class Run:
 
     @property
     def wall_seconds(self) -> float | None:
-        """What the last attempt took; None until it ends."""
+        """The time that the last attempt took; None until it ends."""
         seconds = self.card.get("wall_seconds")
         return _finite(seconds) if self.status != "running" and _is_number(seconds) else None
 
@@ -105,7 +105,7 @@ class Run:
         before, seconds = max(0, (rates[0][0] - 1) // every * every), 0.0
         clock = [(before, seconds)]
         for step, rate in rates:
-            if rate is None or rate <= 0:  # slower than the file's one decimal
+            if rate is None or rate <= 0:  # too slow for the file's one decimal
                 break
             seconds += (step - before) * self.batch_size / rate
             before = step
@@ -113,7 +113,7 @@ class Run:
         return clock
 
     def position(self, axis: str, step: int) -> float | None:
-        """Where a step lies on an axis of AXES; None if the records do not tell."""
+        """Where a step lies on an axis of AXES; None if the records do not say."""
         if axis == "steps":
             return float(step)
         if axis == "samples":
@@ -126,7 +126,7 @@ class Run:
         return before + share * (after - before)
 
     def position_of(self, event: Event, axis: str) -> float | None:
-        """Where an event lies on an axis of AXES. In seconds, what follows the last record is at the end."""
+        """Where an event lies on an axis of AXES. In seconds, events after the last record are at the end."""
         if event.step is None:
             return None
         if axis == "seconds" and self.clock and event.step > self.clock[-1][0]:
@@ -139,7 +139,7 @@ class Run:
 
     @cached_property
     def events(self) -> list[Event]:
-        """Resumes, restarts, stops and failures, in the order of time."""
+        """Resumes, restarts, stops and failures, in chronological order."""
         kept = self.card.get("earlier_attempts")
         attempts = [one for one in kept if isinstance(one, dict)] if isinstance(kept, list) else []
         attempts.append(self.card)
@@ -180,7 +180,7 @@ def _step_in(pattern: str, text: str) -> int | None:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Reads the runs in these output folders. Raises UsageError for one that is no run, or is there twice."""
+    """Reads the runs in these output folders. Raises UsageError if a folder has no run, or is given twice."""
     for folder, number in Counter(folder.resolve() for folder in folders).items():
         if number > 1:
             raise UsageError(f"{folder} is given {number} times: use each run once")

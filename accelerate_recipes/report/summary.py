@@ -1,4 +1,4 @@
-"""What the runs amount to: last and best metrics, throughput, differences, and the command to repeat each."""
+"""Sums up the runs: last and best metrics, throughput, differences, and the command to repeat each."""
 
 import json
 import re
@@ -47,14 +47,14 @@ def throughput(run: Run) -> float | None:
 
 
 def settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """(name, the value in each run) of every flag and fact that a run card of these runs holds."""
+    """(name, the value in each run) of every flag and fact in the run cards."""
     described = [_describe(run) for run in runs]
     names = dict.fromkeys(name for one in described for name in one)
     return [(name, [one.get(name, "–") for one in described]) for name in names]
 
 
 def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """The settings that are not the same in all runs."""
+    """The settings that differ between the runs."""
     return [(name, values) for name, values in settings(runs) if len(set(values)) > 1]
 
 

@@ -1,4 +1,4 @@
-"""Pages, model cards and the files of a project, as templates of Jinja."""
+"""Jinja templates: pages, model cards and the files of a project."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ FOLDER = Path(__file__).parent
 
 
 def render(template: str, **values: Any) -> str:
-    """A template of this folder, filled in. In `.html` text is escaped. Raises UndefinedError for a missing value."""
+    """Renders a template of this folder. Escapes text in `.html`. Raises UndefinedError for a missing value."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape  # the import takes time
 
     environment = Environment(

@@ -19,7 +19,7 @@ from accelerate_recipes.verify.runs import Launch, recording
 
 
 def record(script: Path, flags: list[str], steps: int, file: Path, accelerate: bool, as_json: bool) -> int:
-    """Writes the first steps of one process into a file, as JSON, with how far rounding moves them. Returns the exit
+    """Writes the first steps of one process into a file, as JSON, and how far rounding moves them. Returns the exit
     code. Raises UsageError if the script does not run, or the file cannot be written."""
     check_new_file(file, "--record")
     with TemporaryDirectory(prefix="verify_") as scratch:
@@ -50,7 +50,7 @@ def record(script: Path, flags: list[str], steps: int, file: Path, accelerate: b
 
 def run(script: Path, certificate: Path, as_json: bool) -> int:
     """Runs a script in one process with the flags of a record, or of certificate.json of an earlier `verify`. Prints
-    each step beside that of then. Raises UsageError for no such record, or one without the losses, or if the script
+    each step next to the recorded one. Raises UsageError if the record is missing or has no losses, or if the script
     does not run.
 
     Returns:
@@ -65,9 +65,9 @@ def run(script: Path, certificate: Path, as_json: bool) -> int:
             now = _recipe(script, flags, Path(scratch) / "single")
         now = Trace.of_record(now.to_record(with_weights=bool(then.weights)))
     if then.facts.get("weights") and not then.weights:
-        print(f"{certificate} has different sums of weights, which are not compared: make it again", file=sys.stderr)
+        print(f"{certificate} has weights in a different form, which are not compared: make it again", file=sys.stderr)
     floor = {"weights": 0.0} | then.facts.get("floor", {})
-    floor["weights"] = max(floor["weights"], TOLERANCE)  # 16 sums say little of how far a weight is
+    floor["weights"] = max(floor["weights"], TOLERANCE)  # 16 sums measure the distance of a weight only roughly
     found = compared(now, then, floor, RECORD)
     difference = Difference.of(found)
     digests = now.facts["model_digest"], then.facts.get("model_digest")
@@ -100,7 +100,7 @@ def run(script: Path, certificate: Path, as_json: bool) -> int:
 
 
 def _places(found: list[Compared], now: Trace, then: Trace) -> list[str]:
-    """Where the first value and the first weight are that differ."""
+    """Where the first different value and the first different weight are."""
     wrong = [one for one in found if not one.is_same]
     places = [f"from step {one.step}, in {one.name}" for one in wrong if one.step is not None][:1]
     for one in [one for one in wrong if one.step is None][:1]:

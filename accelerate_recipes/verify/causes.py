@@ -1,4 +1,4 @@
-"""Why a recipe or script does not give one result: what its runs say, or what its processes did."""
+"""Likely causes of different results, from the lines that runs print and from the steps of their processes."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -8,11 +8,11 @@ from accelerate_recipes.verify.differences import Difference, Trace
 
 
 def likely_cause(difference: Difference, found_by_check: str | None, said: Sequence[str]) -> str:
-    """One line about the most likely cause of a difference, and what to do. `found_by_check`: what a run named that its
-    own check ended; `said`: the lines of runs about what their results depend on."""
+    """One line about the most likely cause of a difference, and what to do. `found_by_check`: what a run named
+    when its own check ended it; `said`: the lines in which runs say what their results depend on."""
     if difference.learning_rate:
         return (
-            "the learning rate depends on the number of processes: set it without asking how many there are; "
+            "the learning rate depends on the number of processes: do not compute it from that number; "
             "--batch_size already counts all processes"
         )
     if found_by_check or said:
@@ -26,13 +26,13 @@ def likely_cause(difference: Difference, found_by_check: str | None, said: Seque
 
 
 def likely_cause_of_script(run: Trace, reference: Trace, difference: Difference) -> str:
-    """The same for a script on plain Accelerate."""
+    """As `likely_cause`, for a script on plain Accelerate."""
     unknown = "none found: samples, learning rates and parts of each step agree"
     return next(chain(_causes_in_the_loader(run, reference, difference), _causes_in_the_step(run)), unknown)
 
 
 def _causes_in_the_loader(run: Trace, reference: Trace, difference: Difference) -> Iterator[str]:
-    """How the processes read or schedule differently from one process; the likeliest first."""
+    """Differences from one process in reading and in schedules; the likeliest first."""
     facts, size, at = run.facts, run.facts["processes"], difference.first_step or 1
     if facts["num_processes"] != size or facts["distributed_type"] == "NO":
         yield f"the {size} processes train alone: Accelerate runs {facts['distributed_type']} in each"
@@ -41,8 +41,8 @@ def _causes_in_the_loader(run: Trace, reference: Trace, difference: Difference) 
         why = "gather keeps the padding of the last batch; call gather_for_metrics"
         if not facts["filled"]:
             why = (
-                "each process evaluates all samples, or repeats its loss as for a whole batch (loss.repeat); a mean "
-                "may stay the same, a sum does not"
+                "each process evaluates all samples, or repeats its loss as for a whole batch (loss.repeat); this may "
+                "not change a mean, but it changes a sum"
             )
         yield f"the evaluation gathers {rows[0]} rows under DDP and {rows[1]} in one process: {why}"
     if facts["divided_twice"]:
@@ -53,8 +53,8 @@ def _causes_in_the_loader(run: Trace, reference: Trace, difference: Difference) 
     end = next((min(pair) for pair in ends if pair[0] != pair[1]), math.inf)
     if len(first) == len(expected_first) and end < at:
         yield (
-            f"an epoch ends after step {end} in one of the two runs only: each process stops by its own number, such "
-            "as the loss of its samples; gather the number from all processes, and decide by that"
+            f"an epoch ends after step {end} in one of the two runs only: each process decides by its own number, such "
+            "as the loss of its samples; gather it from all processes before you decide"
         )
     if len(ids) > len(expected) and (set(ids) == set(expected) or (at > 1 and len(first) == len(expected_first))):
         yield (
@@ -84,7 +84,7 @@ def _causes_in_the_loader(run: Trace, reference: Trace, difference: Difference) 
 
 
 def _causes_in_the_step(run: Trace) -> Iterator[str]:
-    """What is wrong in a step on the same samples; the likeliest first."""
+    """Mistakes in a step on the same samples; the likeliest first."""
     facts = run.facts
     if step := facts["parts_at"]:
         yield (
@@ -100,8 +100,8 @@ def _causes_in_the_step(run: Trace) -> Iterator[str]:
         yield "a hook changes gradients in each process before or while they are averaged: remove it to compare"
     if facts["draws"]:
         yield (
-            "the forward pass draws random numbers (dropout, noise), which differ in each process: losses agree on "
-            "average only; set dropout to 0, or draw in the dataset, to compare"
+            "the forward pass draws random numbers (dropout, noise), which differ in each process: losses agree only "
+            "on average; set dropout to 0, or draw in the dataset, to compare"
         )
     if facts["has_unequal_parts"]:
         yield (
@@ -118,13 +118,13 @@ def _causes_in_the_step(run: Trace) -> Iterator[str]:
 
 
 def cause_of_other_repetition(again: Trace, single: Trace) -> str:
-    """Why one process does not repeat itself."""
+    """Why one process does not repeat its result."""
     if any(again.values.get(key) != single.values.get(key) for key in single.values if key[1] == "samples"):
         return "one process takes different samples when it runs again: seed the shuffling, with set_seed at the start"
     if "own" in (single.facts["data_draw"] or ""):
         return (
             "one process gives different losses when it runs again on samples with the same ids: the dataset or its "
-            "collate_fn has its own random generator (as numpy's default_rng, albumentations), which set_seed does not "
+            "collate_fn has its own random generator (such as numpy's default_rng), which set_seed does not "
             "reach: seed it by the sample's id"
         )
     return (

@@ -46,7 +46,7 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """The last column."""
+        """The text of the last column."""
         if self.refusal is not None:
             return f"{'DIFFERS' if self.found_by_check else 'not supported'}: {self.refusal}"
         if self.failure is not None:
@@ -72,9 +72,9 @@ class Row:
 
 @dataclass
 class Certificate:
-    """The runs of a script: prints a row for each as it comes, since a run takes seconds, and writes all at the end."""
+    """The runs of a script: prints a row after each run, since a run takes seconds, and writes all rows at the end."""
 
-    folder: Path  # this and the fields down to `configs`: as in the command
+    folder: Path  # from the command, as are the fields down to `configs`
     script: Path
     flags: list[str]
     steps: int
@@ -101,7 +101,7 @@ class Certificate:
 
     def write(self, cause: str | None, gap: str | None = None, reference: dict[str, Any] | None = None) -> int:
         """Writes certificate.json and certificate.md, and prints the result. Returns the exit code: 0 if all runs that
-        are supported are the same, otherwise 1. `cause`: the likely one of a difference; `gap`: what these runs cannot
+        are supported are the same, else 1. `cause`: the likely cause of a difference; `gap`: what these runs cannot
         show; `reference`: the losses of one process, for `--against`."""
         num_bad = sum(row.is_bad for row in self.rows)
         content: dict[str, Any] = {
@@ -154,7 +154,7 @@ def _markdown(content: dict[str, Any], rows: list[Row]) -> str:
 
 
 def versions() -> dict[str, str]:
-    """{name: version} of this tool, Python and what a result depends on."""
+    """{name: version} of this tool, Python and the packages that a result depends on."""
     return {"accelerate-recipes": bundle.VERSION, "python": platform.python_version()} | installed_versions(*_PACKAGES)
 
 

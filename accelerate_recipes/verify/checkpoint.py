@@ -1,4 +1,4 @@
-"""`verify --checkpoint`: the next steps of a run are taken from its checkpoint, and compared with one process."""
+"""`verify --checkpoint`: takes the next steps of a run from its checkpoint, and compares them with one process."""
 
 import shlex
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from accelerate_recipes.paths import check_file
 from accelerate_recipes.verify.certificate import Row
 from accelerate_recipes.verify.runs import Finished, Launch, chosen_configs
 
-# The run that checks writes a record of each step into a folder of its own, and nothing else anywhere.
+# The checking run records each step in its own folder, and writes nothing else.
 CHECKS = ["--check_steps", "2", "--log_every", "1", "--eval_every", str(10**9), "--save_every", "0"]
 CHECKS += ["--report_to", "", "--no_overwrite_output_dir"]
 NOT_CHECKED = "are not checked against one process "  # in the line of a run
@@ -26,16 +26,16 @@ NOT_CHECKED = "are not checked against one process "  # in the line of a run
 
 @dataclass(frozen=True)
 class Origin:
-    """The command that started the run of a checkpoint, which the checkpoint carries."""
+    """The command that started the run of a checkpoint. The checkpoint contains it."""
 
     script: str  # the file name of the recipe
-    flags: list[str] = field(default_factory=list)  # after it
+    flags: list[str] = field(default_factory=list)  # after the script
     config: Path | None = None  # a copy of the config file; None without one
     options: list[str] = field(default_factory=list)  # of accelerate launch that change what the config says
 
     @classmethod
     def of(cls, content: dict[str, Any], script: Path, folder: Path) -> "Origin":
-        """Reads a checkpoint's manifest. `script`: the recipe, if that names none; `folder`: for the config."""
+        """Reads a checkpoint's manifest. `script`: the recipe, if the manifest names none; `folder`: for its config."""
         archive = open_source(content["source"])
         words = shlex.split(archive.read(COMMAND).decode())
         at = next((at for at, word in enumerate(words) if at and word.endswith(".py")), len(words))
@@ -47,7 +47,7 @@ class Origin:
 
     @property
     def num_processes(self) -> int:
-        """Of the run; 1 if the command does not say."""
+        """The number of processes of the run; 1 if the command does not say."""
         given = launch_option(self.options, "--num_processes")
         return int(given or (mapping_in(self.config)["num_processes"] if self.config else 1))
 
@@ -66,7 +66,7 @@ def run(script: Path, flags: list[str], checkpoint: Path, configs: list[str] | N
     checkpoint and the output folder of the run are only read.
 
     Args:
-        flags: in addition to those of the run.
+        flags: in addition to the flags of the run.
         configs: names or paths of configs; None: the run's config, or all configs if it was a run in one process.
 
     Returns:
@@ -98,7 +98,7 @@ def run(script: Path, flags: list[str], checkpoint: Path, configs: list[str] | N
             if not as_json:
                 print(f"{row.name.ljust(width)}  {row.verdict}{more}", flush=True)
     if not any(row.checked_steps or row.is_bad for row in rows):
-        raise UsageError(f"nothing of {checkpoint} was checked, as {rows[0].verdict}: use another --config")
+        raise UsageError(f"nothing of {checkpoint} was checked ({rows[0].verdict}): use another --config")
     if as_json:
         facts = [{"config": row.name, "is_same": row.checked_steps > 0, "verdict": row.verdict} for row in rows]
         print_json({"checkpoint": str(checkpoint), "step": content["state"]["step"], "rows": facts})
@@ -120,18 +120,18 @@ def _opened(checkpoint: Path) -> dict[str, Any]:
 
 
 def _is_checked(folder: Path) -> bool:
-    """Whether a run has checked the steps that it checks, or begins without a check."""
+    """Whether a run has finished its check, or begins without one."""
     run = Finished(folder)
     checked = run.card.get("checked_steps")
     return checked is not None and (checked == 0 or run.last_step >= run.card["first_step"] + checked)
 
 
 def _row(name: str, run: Finished, checkpoint: Path, origin: Origin, script: Path) -> tuple[Row, str]:
-    """What a run found, and the lines below that. Raises UsageError if no other config would find more."""
+    """The row of a run, and the lines below it. Raises UsageError if every other config would end the same way."""
     if run.refusal is not None:
         row = Row(name, None, refusal=run.refusal)
         if not row.found_by_check and origin.script != script.name:
-            raise UsageError(f"{checkpoint} was made by {origin.script}, {script.name} ends with: {run.refusal}")
+            raise UsageError(f"{checkpoint} was made by {origin.script}, but {script.name} ends with: {run.refusal}")
         if not row.found_by_check and str(checkpoint) in run.refusal:
             raise UsageError(run.refusal)
         after = run.output.partition(run.refusal)[2].splitlines()[1:]

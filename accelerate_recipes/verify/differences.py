@@ -20,7 +20,7 @@ from accelerate_recipes.common.weights.on_disk import WeightFiles
 Point = tuple[int | None, str]  # (step, name of a value), or (None, name of a tensor after the last step)
 # {key: how far rounding errors move it}, or {name of a value, or "weights": the same for all steps or tensors}
 Floor = Mapping[Any, float]
-# What a record keeps of each weight: 16 sums, so that the file stays small. Sums with other signs get another name.
+# A record keeps 16 sums of each weight, so that the file stays small. Sums with different signs get a different name.
 SKETCH, SUMS = "count sketch, 16 sums", 16
 
 
@@ -32,7 +32,7 @@ class Trace:
     # plain Accelerate also "samples", the ids of a step, and in step 0 "gathered", the rows of all evaluations
     values: Mapping[tuple[int, str], Any]
     weights: Mapping[str, Tensor] = field(default_factory=dict)  # after the last step; of a record, sums of a `Sketch`
-    facts: Mapping[str, Any] = field(default_factory=dict)  # what else is known, such as the run card
+    facts: Mapping[str, Any] = field(default_factory=dict)  # other facts, such as the run card
 
     @classmethod
     def of_run(cls, folder: Path) -> "Trace":
@@ -49,7 +49,7 @@ class Trace:
         return cls(_values(record["records"]), weights, record)
 
     def to_record(self, with_weights: bool = False) -> dict[str, Any]:
-        """The part of the run that is kept, for JSON, without sample ids and gathered rows."""
+        """The part of the run that a record keeps, for JSON, without sample ids and gathered rows."""
         records: dict[int, dict[str, Any]] = {}
         for (step, name), value in self.values.items():
             if _is_kept(name):
@@ -76,10 +76,10 @@ class Compared:
 
     step: int | None  # as in `Point`
     name: str
-    value: Any  # None where a run has none, and of a tensor
+    value: Any  # None for a tensor, or if a run has no value
     expected: Any
     size: float  # the relative difference; infinite where one of the two has no value
-    tolerance: float  # up to which it is the same
+    tolerance: float  # up to which the two count as the same
     limit: float  # the tolerance, or what rounding explains
 
     @property
@@ -97,17 +97,17 @@ class Difference:
     weights: float  # the largest ‖w − w₀‖ / ‖w₀‖ of all exported tensors
     evaluation: float | None  # the same for the evaluation metrics
     learning_rate: float  # as `loss`; 0 if all are equal
-    first_step: int | None  # the first step whose loss, learning rate or evaluation is not the same; None if all are
-    tensor: str | None  # the name of the first exported tensor that is not the same; None if all are
+    first_step: int | None  # the first step with a different loss, learning rate or evaluation; None if there is none
+    tensor: str | None  # the name of the first exported tensor that is not the same; None if all are the same
     is_same: bool  # whether the run counts as the same
-    is_noise: bool = False  # whether it is the same only because one process is as far from itself
+    is_noise: bool = False  # whether it is the same only because one process differs as much from itself
 
     @classmethod
     def of(cls, found: list[Compared]) -> "Difference":
-        """Sums up what is compared of a run."""
+        """Sums up the comparisons of a run."""
         evaluated = {one.name for one in found if one.name.startswith("eval/")} or {"gathered"}
         wrong = [one for one in found if not one.is_same]
-        # A difference in only these has its own words.
+        # The verdict names a difference in only these in its own words.
         steps = [one.step for one in wrong if one.step is not None and one.name not in ("grad_norm", "gathered")]
 
         def largest(*names: str) -> float | None:
@@ -147,7 +147,7 @@ def compared(
     Args:
         floor: how far rounding errors move the reference. It counts if the run starts like the reference: random
             numbers, statistics over a batch and wrong sums show in the first step.
-        tolerances: as in `common/check/tolerances.py`; None: those of the run's precision.
+        tolerances: as in `common/check/tolerances.py`; None: as for the run's precision.
     """
     if tolerances is None:
         tolerances = BF16 if trace.facts.get("precision") == "bf16" else FLOAT32
@@ -168,8 +168,8 @@ def compared(
 
 
 def noise_floor(moved: Trace, reference: Trace) -> dict[Point, float]:
-    """How far each value is up to its step, and each tensor, from the reference in a run that differs by rounding
-    errors. Empty if the run starts differently: then more than rounding is different."""
+    """How far each value (the largest up to its step) and each tensor is from the reference, in a run that differs by
+    rounding errors. Empty if the first step differs: then more than rounding is different."""
     sizes, largest = _sizes(moved, reference), dict[str, float]()
     if not _starts_alike(sizes):
         return {}
@@ -181,7 +181,7 @@ def noise_floor(moved: Trace, reference: Trace) -> dict[Point, float]:
 
 
 def of_all_steps(*floors: Mapping[Point, float]) -> dict[str, float]:
-    """{value, or "weights": the largest of all steps or tensors}: in a third run, rounding may move another most."""
+    """{value, or "weights": the largest of all steps or tensors}: a third run may move a different one most."""
     found: dict[str, float] = {}
     for (step, name), size in (each for floor in floors for each in floor.items()):
         kind = "weights" if step is None else name
@@ -204,8 +204,8 @@ def _starts_alike(sizes: Mapping[Point, float]) -> bool:
 
 
 def relative(value: Any, expected: Any) -> float:
-    """The relative difference of two values; infinite if one of the two is missing or not a number, and of unequal
-    lists. A metric that is not finite is None in the records: two of these are equal."""
+    """The relative difference of two values; infinite if one of the two is missing or not a number, and for unequal
+    lists. The records contain None for a metric that is not finite; None equals None."""
     if value == expected:
         return 0.0
     if value is None or expected is None or isinstance(expected, list):
@@ -215,7 +215,7 @@ def relative(value: Any, expected: Any) -> float:
 
 
 def distances(weights: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, float]:
-    """{name: ‖w − w₀‖ / ‖w₀‖}, 0 only for equal tensors; infinite where one lacks it or differs in shape or type."""
+    """{name: ‖w − w₀‖ / ‖w₀‖}, 0 only for equal tensors; infinite if one side lacks it or differs in shape or type."""
     found = dict.fromkeys([*reference, *weights], math.inf)
     for name in weights.keys() & reference.keys():
         weight, expected = weights[name], reference[name]

@@ -35,7 +35,7 @@ def verify_watched(script: Path, flags: list[str], steps: int, folder: Path, as_
     """Runs the script on one process and under DDP, compares them and writes the certificate; returns the exit code.
 
     If they differ, one process runs twice more, once with weights that start one rounding error away: a difference up
-    to ten times as large is noise. Raises UsageError for no such script, or one that takes no steps or fails.
+    to ten times as large is noise. Raises UsageError if the script does not exist, takes no steps or fails.
 
     Args:
         script: its path, or the name of a module.
@@ -109,7 +109,7 @@ def watch(script: Path, flags: list[str], steps: int, config: str, folder: Path,
 
 
 def _trace(processes: list[dict[str, Any]], folder: Path) -> Trace:
-    """What the processes of a run did: the loss is the mean over micro-batches and processes."""
+    """The trace of a run from the records of its processes: the loss is the mean over micro-batches and processes."""
     values: dict[tuple[int, str], Any] = {}
     parts_at, has_unequal_parts, has_widths = 0, False, False
     for number, step in enumerate(zip(*(process["steps"] for process in processes)), 1):

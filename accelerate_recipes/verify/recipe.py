@@ -21,7 +21,7 @@ def verify_recipe(
     script: Path, flags: list[str], steps: int, configs: list[str] | None, folder: Path, as_json: bool
 ) -> int:
     """Runs a recipe under configs, and writes the certificate into a folder. Returns the exit code. Raises UsageError
-    for no such script or config, or if the recipe does not run in one process."""
+    if the script or a config does not exist, or if the recipe does not run in one process."""
     check_file(script, "", "use the path of a recipe")
     chosen, certificate = chosen_configs(configs), Certificate(folder, script, flags, steps, as_json, configs)
     with TemporaryDirectory(prefix="verify_") as scratch:
@@ -41,9 +41,9 @@ class _Verification:
     scratch: Path
     certificate: Certificate
     first_difference: Difference | None = None  # the first run that is not the same
-    floors: list[dict[Point, float]] = field(default_factory=list)  # of one process with other micro-batches
+    floors: list[dict[Point, float]] = field(default_factory=list)  # of one process with different micro-batches
     found_by_check: str | None = None  # the likely cause that a run named
-    said: list[str] = field(default_factory=list)  # what runs say their results depend on
+    said: list[str] = field(default_factory=list)  # lines in which runs say what their results depend on
     gap: str | None = "no run had different micro-batches"
 
     def verify_all(self, configs: list[Path]) -> None:
@@ -85,7 +85,7 @@ class _Verification:
         return likely_cause(self.first_difference, self.found_by_check, self.said)
 
     def _other_micro_batches(self, name: str, launch: Launch, folder: Path, parts: int) -> None:
-        """Runs with a different `--micro_batch_size` from the run of `launch`, if possible in `parts` parts."""
+        """Repeats the run of `launch` with a different `--micro_batch_size`, if possible in `parts` parts."""
         card = Finished(self.scratch / launch.config.stem).card
         size, share = card["micro_batch_size"], card["micro_batch_size"] * card["gradient_accumulation_steps"]
         others = [other for other in range(1, share + 1) if share % other == 0 and other != size]
@@ -103,9 +103,7 @@ class _Verification:
         most = math.lcm(*(mapping_in(config)["num_processes"] for config in configs))
         micro = max(1, self.reference.card["config"]["batch_size"] // most)
         self.flags = [*self.flags, "--micro_batch_size", str(micro)]
-        self.gap = (
-            f"random numbers depend on --micro_batch_size: all runs had {micro}; those that a dataset draws do not"
-        )
+        self.gap = f"random numbers depend on --micro_batch_size, except in a dataset: all runs had {micro}"
         single = replace(single, flags=self.all_flags())
         shutil.rmtree(self.scratch / "single")
         self.reference = single.run(self.scratch / "single")

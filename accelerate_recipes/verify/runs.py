@@ -1,4 +1,4 @@
-"""Starts a script with `accelerate launch`, kills and resumes it, and reads what a run leaves."""
+"""Starts a script with `accelerate launch`, kills and resumes it, and reads the files that a run leaves."""
 
 import json
 import os
@@ -29,7 +29,7 @@ LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_po
 
 
 def recording(steps: int) -> list[str]:
-    """The flags of a run whose `steps` are compared, each with a record, and with two evaluations."""
+    """The flags of a run for a comparison: a record of each of its `steps`, and two evaluations."""
     return ["--max_steps", str(steps), "--log_every", "1", "--eval_every", str(max(1, steps // 2))]
 
 
@@ -76,7 +76,7 @@ class Finished:
 
     @cached_property
     def trace(self) -> Trace:
-        """What it did; only of a run that is done."""
+        """Its records and weights; only for a run that is done."""
         return Trace.of_run(self.folder)
 
 
@@ -101,9 +101,9 @@ class Launch:
         return finished(folder, process.returncode, output)
 
     def run_until(self, is_enough: Callable[[Path], bool], folder: Path, *flags: str) -> Finished:
-        """Runs until the output folder holds enough, or to the end. A killed run's folder becomes that of one done."""
+        """Runs until `is_enough` accepts the output folder, or to the end. A run that it kills counts as done."""
         with self._start(folder, flags) as process, ThreadPoolExecutor(1) as reader:
-            output = reader.submit(process.communicate)  # meanwhile, as the pipe may fill
+            output = reader.submit(process.communicate)  # read meanwhile, because the pipe may fill
             while not (stops := is_enough(folder)) and not output.done():
                 time.sleep(0.05)
             _kill(_tree(process.pid))
@@ -111,7 +111,7 @@ class Launch:
         return Finished(folder, output=text) if stops else finished(folder, process.returncode, text)
 
     def run_killed(self, folder: Path, num_steps: int) -> tuple[int, Finished]:
-        """Kills the run with SIGKILL after a drawn step, and resumes it. Returns (the last step of the killed run, the
+        """Kills the run with SIGKILL after a random step, and resumes it. Returns (the last step of the killed run, the
         resumed run). Raises UsageError if the run ended before the kill, three times."""
         saves = ["--save_every", "1"]
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""Runs a script on plain Accelerate unchanged, and writes down what Accelerate does: started by plain.py."""
+"""Runs a script on plain Accelerate unchanged, and records what Accelerate does: started by plain.py."""
 
 import importlib.util
 import json
@@ -34,12 +34,12 @@ FACTS = {"draws": False, "divided_twice": False, "gathered": 0, "by_trainer": Fa
 
 @dataclass
 class Watcher:
-    """What one process does, step by step."""
+    """Records the steps of one process."""
 
     folder: Path  # for the records of each process, and the weights of the first one
     num_steps: int  # the script takes this many optimizer steps, and then one evaluation
     moves: bool  # whether the weights start one rounding error away
-    splits: bool  # whether loaders divide each batch, in an order that a seed gives (`--split_batches`)
+    splits: bool  # whether loaders divide each batch, in a seeded order (`--split_batches`)
     facts: dict[str, Any] = field(default_factory=lambda: dict(FACTS))
     steps: list[dict[str, Any]] = field(default_factory=list)
     micro_batches: list[dict[str, Any]] = field(default_factory=list)
@@ -84,7 +84,7 @@ class Watcher:
             kind.dataset = property(self._dataset)
 
     def keep_global_batch(self, arguments: Any, parts: int) -> None:
-        """Lets the processes of a Trainer share the batch of one, in micro-batches. `arguments`: TrainingArguments."""
+        """Lets the processes of a Trainer share one batch as micro-batches. `arguments`: TrainingArguments."""
         number, finish = int(os.environ.get("WORLD_SIZE", 1)) * parts, arguments.__post_init__
 
         def divided(own: Any) -> None:
@@ -99,7 +99,7 @@ class Watcher:
         arguments.__post_init__ = divided
 
     def end(self) -> None:
-        """Ends the process after the same step or evaluation as the others, which may still need what it sends."""
+        """Ends the process after the same step or evaluation as the others, which may still need its messages."""
         self.finish()
         (self.folder / f"ended_{os.environ.get('RANK', 0)}").touch()
         deadline, number = time.monotonic() + MOST_WAIT_S, int(os.environ.get("WORLD_SIZE", 1))
@@ -135,8 +135,8 @@ class Watcher:
         if self.splits:
             accelerator.dataloader_config.split_batches = accelerator.dataloader_config.use_seedable_sampler = True
         prepared = original(accelerator, *objects, **options)
-        # To the end of the process: DDP's reducer, freed after the process group, waits for gloo's thread and keeps
-        # Python's lock, for which that thread may wait (torch 2.13).
+        # Kept until the process ends: DDP's reducer, if freed after the process group, waits for gloo's thread and
+        # keeps Python's lock, for which that thread may wait (torch 2.13).
         self.prepared.append(prepared)
         return prepared
 
@@ -179,7 +179,7 @@ class Watcher:
             if len(self.steps) >= self.num_steps:
                 self.finish()
                 self.is_over = True
-                if not self.training_loaders:  # nothing to end the training by
+                if not self.training_loaders:  # no loader can end the training
                     self.end()
         return result
 
@@ -210,8 +210,8 @@ class Watcher:
             self.facts["gathered"] -= number
 
     def _dataset(self, loader: Any) -> Any:
-        """A script that asks a loader for its dataset at the end of an evaluation cuts off the padding of a last batch
-        by its length: perhaps from arrays or texts, which are not visible here."""
+        """If a script asks a loader for its dataset when an evaluation ends, it cuts off the padding of the last batch
+        by the dataset's length: perhaps from arrays or texts, which are not visible here."""
         caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
         if self.fills and loader not in self.training_loaders and caller not in ("torch", "accelerate"):
             self.facts["gathered"] -= sum(self.fills)
@@ -285,13 +285,13 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _generator_states() -> list[Any]:
-    """Changes when a forward pass draws."""
+    """States that change when a forward pass draws random numbers."""
     return generator_states(torch.device("cuda") if torch.cuda.is_initialized() else CPU)
 
 
 def _drawn_by(loader: Any, ids: list[int]) -> str | None:
-    """The generator that the dataset of a loader, or its collate_fn, draws from: samples are read twice, and once more
-    with the state of the first time. None if it draws from none, or cannot be read by ids."""
+    """The generator that a loader's dataset or collate_fn draws from. Reads the samples twice, and once more
+    with the state of the first time. None if they draw from none, or the samples cannot be read by their ids."""
     try:
         fetch = _MapDatasetFetcher(loader.dataset, True, loader.collate_fn, False).fetch
         with restore_generators(CPU):
@@ -307,7 +307,7 @@ def _drawn_by(loader: Any, ids: list[int]) -> str | None:
 
 
 def _equal(value: Any, other: Any) -> bool:
-    """Whether two batches hold the same."""
+    """Whether two batches hold the same values."""
     tensors, others = _tensors(value), _tensors(other)
     if not tensors:
         return bool(value == other)
@@ -317,7 +317,7 @@ def _equal(value: Any, other: Any) -> bool:
 class _Slicing(TorchFunctionMode):
     """Calls `then` with each tensor that the script indexes in a `with` block, the key and the result.
 
-    `torch.tensor` takes 0-d tensors for sequences once `Tensor.__getitem__` has been replaced, and fails.
+    If `Tensor.__getitem__` were replaced, `torch.tensor` would mistake 0-d tensors for sequences, and fail.
     """
 
     def __init__(self, then: Callable[..., None]):

@@ -23,16 +23,16 @@ class NotChecked(Exception):
 
 @dataclass
 class Changes:
-    """What the `with` block of `kept` changed besides weights, buffers and the optimizer."""
+    """The changes of the `with` block of `kept`, besides weights, buffers and the optimizer."""
 
     # Names of variables, attributes and tensors that the recipe's functions refer to, and of numbers in layers.
     names: list[str] = field(default_factory=list)
-    in_model: list[str] = field(default_factory=list)  # the same of what layers hold: state, or a cache
-    # {name of what layers hold: number of its parts}, at the time of the call
+    in_model: list[str] = field(default_factory=list)  # the same for what layers hold: state, or a cache
+    # {name of what layers hold: number of its parts}, counted at the call
     sizes: Callable[[], Counter[str]] = field(default=Counter, compare=False)
-    generators: list[str] = field(default_factory=list)  # that they draw from, besides the global ones
+    generators: list[str] = field(default_factory=list)  # generators that these draw from, besides the global ones
     lost: list[str] = field(default_factory=list)  # iterators that advanced, and large tensors: they cannot be restored
-    files: list[str] = field(default_factory=list)  # that were opened for writing
+    files: list[str] = field(default_factory=list)  # files that were opened for writing
     # {name of a tensor: (its name, the name of another tensor with the same data)}
     sharing: dict[str, tuple[str, str]] = field(default_factory=dict)
 
@@ -123,7 +123,7 @@ class _Lending:
 
     def __init__(self, tensors: list[tuple[str, Tensor]], trained: int, moving: set[int], device: torch.device):
         """Copies these tensors' data; the tensors whose ids are in `moving` work on the device. After the first
-        `trained` ones it copies at most `LARGE` bytes."""
+        `trained` tensors it copies at most `LARGE` bytes."""
         self.tensors: list[_Lent] = []
         self._moved: dict[int, torch.UntypedStorage] = {}  # {address of a storage: its replacement}
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}  # (it, its copy)
@@ -186,7 +186,7 @@ def _listen() -> None:
 
 @contextmanager
 def _noted_files(files: list[str]) -> Iterator[None]:
-    """Adds to a list the files that Python opens for writing in the `with` block; a number is a pipe that is open."""
+    """Adds to a list the files that Python opens for writing in the `with` block; a number stands for an open pipe."""
     _listen()
     _noting.append(files)
     try:

@@ -38,7 +38,7 @@ ALONE = {
 
 @contextmanager
 def one_process(accelerator: Accelerator) -> Iterator[None]:
-    """In the `with` block Accelerate, torch.distributed and the environment are those of a single process."""
+    """In the `with` block, Accelerate, torch.distributed and the environment look like those of a single process."""
     states = PartialState._shared_state, AcceleratorState._shared_state
     of_all, own = (patch.dict(state, {name: ALONE[name] for name in ALONE if name in state}) for state in states)
     with _group_of_one(accelerator), without_ranks(), of_all, own:
@@ -86,9 +86,9 @@ def device_for_passes(setup: Setup) -> torch.device:
 
 @contextmanager
 def passes_alone(setup: Setup) -> Iterator[Forward]:
-    """In the `with` block, a function runs `forward_step` with a model, in a world of one process, without a gradient,
-    with the same samples, random numbers and buffers each time. Weights that are still on disk are random.
-    Afterwards the model, and all that `forward_step` refers to, are as they were."""
+    """In the `with` block, a function runs `forward_step` with a model: in a world of one process, without gradients,
+    and with the same samples, random numbers and buffers each time. Weights that are still on disk get random values.
+    Afterwards the model, and everything that `forward_step` refers to, are as before."""
     device, model = device_for_passes(setup), setup.model
     forward_step, batch = as_numbered_step(setup.forward_step), setup.first_batch(NUM_SAMPLES)
 
@@ -124,11 +124,11 @@ class OperationTrace(TorchDispatchMode):
         self.origins, self.used = WeakTensorKeyDictionary(), set[Any]()
 
     def of(self, values: Iterable[Any]) -> frozenset[Any]:
-        """What these values were computed from."""
+        """The origins of these values."""
         return frozenset().union(*(self.origins.get(each, ()) for each in values if isinstance(each, Tensor)))
 
     def mark(self, values: Any, origins: frozenset[Any]) -> None:
-        """Notes that these values were computed from `origins`."""
+        """Records that these values were computed from `origins`."""
         for each in tree_leaves(values):
             if isinstance(each, Tensor):
                 self.origins[each] = origins
@@ -143,7 +143,7 @@ class OperationTrace(TorchDispatchMode):
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         super().__exit__(kind, error, traceback)
-        if error is not None:  # the error keeps this object and its weak references, with which torch swaps no tensors
+        if error is not None:  # the error keeps this object alive, and torch cannot swap tensors with weak references
             self.origins.clear()
 
 

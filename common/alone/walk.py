@@ -23,10 +23,10 @@ from torch import Tensor
 
 from ..package import is_own
 
-LARGE = 2**28  # most bytes that are copied of tensors outside model and optimizer, and of an array
+LARGE = 2**28  # the most bytes to copy of tensors outside model and optimizer, and of an array
 ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 CONTAINERS = (MutableMapping, MutableSequence, MutableSet)
-# Python's modules whose objects, besides containers, hold what other code puts there.
+# Python's modules with objects, besides containers, in which other code stores values.
 OPEN = (
     "_thread",
     "argparse",
@@ -39,7 +39,7 @@ OPEN = (
 )
 REGISTRIES = re.compile("_(parameters|buffers|modules|.*_hooks)")  # attributes of a layer that names leave out
 HOOKS_OF_WEIGHTS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-ITSELF = "the value"  # the name of the part of an object that has only one
+ITSELF = "the value"  # the name of an object's only part
 
 
 class Entry:
@@ -50,7 +50,7 @@ class Entry:
         self.before = read()
 
     def find_changes(self, numbers: bool = False) -> list[str]:
-        """Names of the parts that have changed; with `numbers` only those that are numbers."""
+        """Names of the parts that have changed; with `numbers` only of numbers."""
         now = self._read()
         keys = [key for key in {**self.before, **now} if not _is_same(self.before.get(key), now.get(key))]
         if numbers:
@@ -97,7 +97,7 @@ class Walk:
         self._seen: dict[int, Any] = {}  # keeps the objects, so that no other gets one of these ids
 
     def visit(self, root: Any) -> tuple[int, int]:
-        """Notes all that an object refers to, by the first name found. Returns the numbers of entries and tensors."""
+        """Records all that an object refers to, by the first name found. Returns the numbers of entries and tensors."""
         waiting = [("", root)]
         while waiting:
             name, value = waiting.pop()
@@ -198,8 +198,8 @@ class Walk:
         return found
 
     def _of_cache(self, name: str, value: Any) -> list[tuple[Any, Any]]:
-        """What a cached function refers to, and its results. An unbounded cache keeps these in a dict. A bounded cache
-        keeps them in a linked list, which can only be cleared; it stays as it is if it had results before."""
+        """The references and results of a cached function. An unbounded cache keeps these in a dict. A bounded cache
+        keeps them in a linked list, which can only be cleared; it is not cleared if it had results before."""
         if not is_own(getattr(getattr(value.__wrapped__, "__code__", None), "co_filename", "<frozen>")):
             return []
         results = next(each for each in gc.get_referents(value) if type(each) is dict and each is not vars(value))

@@ -1,4 +1,4 @@
-"""The differences between the steps of all processes and those of one."""
+"""The differences between the steps of all processes and the same steps of one process."""
 
 import math
 from collections.abc import Mapping, Sequence

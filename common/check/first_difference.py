@@ -31,7 +31,7 @@ class FirstDifference:
     def find(self, kind: str) -> tuple[str, str]:
         """(where it is, the line that reports it). Where: "forward", "step" (forward_step itself), "loss" (its
         gradient), "backward", "gradient" (a weight's), "factor" or "norm" (of all gradients), or "". `kind`: of the
-        difference, as in compare.Key; an evaluation is a pass that has no trace."""
+        difference, as in compare.Key; an evaluation has no trace."""
         if kind == "eval" or not any(trace.forward for trace in self.traces):
             return "", ""
         if (found := self._first_module([trace.forward for trace in self.traces], "forward")) is not None:
@@ -45,8 +45,8 @@ class FirstDifference:
         return where, line
 
     def _first_backward(self) -> tuple[str, str]:
-        """The same for the backward pass, of the modules and then of the weights."""
-        # Where gradients are averaged over the processes, each process's is larger than its part of the whole.
+        """As `find`, for the backward pass: first the modules, then the weights."""
+        # If gradients are averaged over the processes, each process's gradient is larger than its part of the whole.
         factor = self.plan.layout.num_averaged
         if (found := self._first_module([trace.backward for trace in self.traces], "backward", factor)) is None:
             return self._first_gradient()
@@ -57,7 +57,7 @@ class FirstDifference:
         return "backward", f"first difference: {' or '.join(map(self._name, sources))}, backward, {extent}"
 
     def _first_module(self, traces: Sequence[Sums], direction: str, factor: int = 1) -> tuple[str, str, str] | None:
-        """(the module before it, the first one whose tensors are not factor × those of one process, how they differ)"""
+        """(the module before it, the first one whose tensors are not factor × one process's, how they differ)"""
         expected: Sums = getattr(self.reference.steps[self.number].modules, direction)
         perturbed = [getattr(other.steps[self.number].modules, direction) for other in self.reference.perturbed]
         # A table of positions has no weights, and so no noise floor: 16 bits round it differently.
@@ -87,7 +87,7 @@ class FirstDifference:
 
     def _gaps(self, place: Place, sums: Sums, expected: Sums, factor: int = 1) -> Iterator[tuple[int, Tensor]]:
         """(row, difference of each sample relative to its size, or to a larger mean of all) of each micro-batch"""
-        rows_of: dict[tuple[torch.Size, torch.Size], list[int]] = {}  # {shapes: rows}, which are compared at once
+        rows_of: dict[tuple[torch.Size, torch.Size], list[int]] = {}  # {shapes: rows to compare at once}
         for row in range(len(self._ids)):
             if (row, place) in sums and (row, place) in expected:
                 rows_of.setdefault((sums[row, place].shape, expected[row, place].shape), []).append(row)
@@ -105,7 +105,7 @@ class FirstDifference:
         return f"{module or 'the model'} ({self.reference.steps[self.number].modules.classes[module]})"
 
     def _sources(self, before: str, module: str) -> list[str]:
-        """Where the gradient of a module's output comes from: the innermost modules that use the output, or else the
+        """The origins of the gradient of a module's output: the innermost modules that use the output, or else the
         module whose gradient arrived before; "" is the whole model, whose output is the loss."""
         followers = self.reference.steps[self.number].modules.followers.get(module, {})
         inner = [name for name in followers if not any(other.startswith(f"{name}.") for other in followers if name)]

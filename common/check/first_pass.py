@@ -30,22 +30,22 @@ class FirstPass:
     draws_for_batches: bool = False  # whether `__getitems__` or the `collate_fn` draws
     written: list[str] = field(default_factory=list)  # names of the weights and buffers that it changes
     mixes: list[str] = field(default_factory=list)  # names of values that depend on the other samples
-    mixes_gradients: bool = False  # whether their gradients do, though the values do not
+    mixes_gradients: bool = False  # whether their gradients depend on them, though the values do not
     low_weights: str = ""  # the type of weights with fewer bits than float32; "" if there are none
     has_low_layers: bool = False  # whether a layer computes with fewer bits than float32, in a float32 config
-    has_no_low_layers: bool = False  # whether none does, in a bf16 config
+    has_no_low_layers: bool = False  # whether no layer does, in a bf16 config
     draws_in_evaluation: bool = False  # whether it draws from a generator in evaluation mode, too
-    # names of what `forward_step` or a layer changes at each call: variables, numbers, and lists that grow
+    # names of things that `forward_step` or a layer changes at each call: variables, numbers, and lists that grow
     keeps: list[str] = field(default_factory=list)
-    holds: bool = False  # whether layers hold anything, state or a cache, that steps change
-    moves: bool = False  # whether a pass changes what later ones use: another evaluation would change them
-    files: list[str] = field(default_factory=list)  # that it opens for writing
-    differentiates: str = ""  # the name of a weight by which it differentiates
+    holds: bool = False  # whether layers hold state or a cache that steps change
+    moves: bool = False  # whether a pass changes what later passes use: another evaluation would change them
+    files: list[str] = field(default_factory=list)  # files that it opens for writing
+    differentiates: str = ""  # the name of a weight that it differentiates by
 
     @contextmanager
     def watch(self, called: nn.Module, module: nn.Module, device: torch.device) -> Iterator[None]:
         """Watches the forward pass in the `with` block. Raises UsageError if the pass did not call the model. `called`:
-        the model that `forward_step` is given; `module`: the recipe's own one in it."""
+        the model that `forward_step` gets; `module`: the recipe's model inside it."""
         calls: list[bool] = []
         is_scripted = isinstance(called, torch.jit.ScriptModule)  # it takes no hooks
         hook = nullcontext() if is_scripted else called.register_forward_pre_hook(lambda *_: calls.append(True))
@@ -81,9 +81,9 @@ class FirstPass:
         sizes: Callable[[], Counter[str]] = Counter,
     ) -> None:
         """Finds values and gradients that depend on the other samples of a micro-batch, in evaluation and in training:
-        takes each half alone. If a pass draws, it has each half twice, so that each sample gets the same numbers. If
-        layers hold anything, it then finds values that the passes have changed for later ones, and what grows (`sizes`)
-        with samples that no pass has had (`unseen`) although their shapes are the same."""
+        takes each half alone. If a pass draws, it takes each half twice, so that each sample gets the same numbers. If
+        layers hold anything, also finds values that the passes change for later passes, and things that grow (`sizes`)
+        with samples that are new to the layers (`unseen`), although their shapes are the same."""
         size, evaluated = len(ids) // 2, None
         for trains in (False, True) if size else ():
             take, mixed = partial(take_pass, trains), dict[str, None]()
@@ -132,7 +132,7 @@ class FirstPass:
         }
         if_cut = {
             f"each call of forward_step or of a layer changes {first['keeps']}: if it is used, the result depends on "
-            "the number of calls, and so on the number of processes and on --micro_batch_size, and a checkpoint does "
+            "the number of calls, which the number of processes and --micro_batch_size change; a checkpoint does "
             "not hold it; give forward_step a third argument, step, the number of the optimizer step": self.keeps,
             "the forward pass draws random numbers, such as dropout: they depend on --micro_batch_size, here "
             f"{size}, not on the number of processes": self.draws,
@@ -146,7 +146,7 @@ class FirstPass:
             "give fit a loss that compares samples as batch_loss; replace a mean inside forward_step by one value per "
             'sample, with the weights as "weight" of the batch': not self.written and self.mixes,
             f"a hook or autograd function uses the gradient of a whole micro-batch, here {size} of {whole}: the result "
-            "depends on the number of processes and on --micro_batch_size; use each sample's alone": not self.written
+            "depends on the number of processes and on --micro_batch_size; use each sample's own": not self.written
             and self.mixes_gradients,
         }
         for line, applies in {**always, **(if_cut if size != whole else {})}.items():
@@ -156,7 +156,7 @@ class FirstPass:
 
 @dataclass
 class Outcome:
-    """What `forward_step` gives for a batch, and the weights of its samples."""
+    """The values of `forward_step` for a batch, and the weights of its samples."""
 
     values: Values
     gradient: Tensor  # of the sum of the losses, as sketches of all weights in a row; empty in evaluation
@@ -164,7 +164,7 @@ class Outcome:
     draws_backwards: bool  # whether the backward pass does
 
     def is_close(self, whole: "Outcome", name: str, tolerance: float, half: slice = slice(None)) -> bool:
-        """Whether a value is close, relative to its sample or a larger mean; also if shapes differ, as of answers."""
+        """Whether a value is close, relative to its sample or a larger mean; or if shapes differ, as of answers."""
         pair = self.values[name], whole.values[name][half]
         value, other = (each.double().reshape(len(each), -1).nan_to_num() for each in pair)
         if value.shape != other.shape:
@@ -174,7 +174,7 @@ class Outcome:
 
 
 def outcome_of(model: nn.Module, values_of: NumberedStep, step: int, trains: bool, batch: Batch, own: slice) -> Outcome:
-    """Only the samples of `own` count."""
+    """The outcome of a batch, in which only the samples of `own` count."""
     found = list[tuple[Tensor, bool, bool]]()
 
     def noted(batch: Batch, step: int) -> Values:
@@ -201,7 +201,7 @@ def _twice(batch: Batch, half: slice) -> Batch:
 
 
 def evaluate_batch(model: nn.Module, evaluate: Pass, batch: Batch, step: int, trains: bool = False) -> Values:
-    """What `forward_step` returns in evaluation, or if it `trains`. Changes neither the batch nor a generator."""
+    """The values of `forward_step` in evaluation, or training (`trains`). Changes neither the batch nor a generator."""
     kept = {name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()}
     device = next(value.device for value in kept.values() if isinstance(value, Tensor))
     mode = nullcontext() if trains else evaluating(model)

@@ -25,7 +25,7 @@ from .tolerances import BF16, LATER, TRAJECTORY_TIMES_FLOOR
 from .trace import Step
 
 STEPS = (10, 100)  # from the start of a run, counted from 1; of a shorter run the last one
-MAX_SECONDS = 3.0  # that one process may take for them
+MAX_SECONDS = 3.0  # the most time that one process may take for them
 COMPARED = (("value", "loss"), ("eval", "loss"), ("norm", ""))
 
 
@@ -37,7 +37,7 @@ class Rehearsal:
     moved: dict[int, Step]  # the same from weights that are perturbed by rounding errors: a trajectory amplifies them
     first: Step  # the first step of the run
     is_low: bool  # whether a layer computes with fewer bits than float32
-    keeps: str  # what layers hold and the first steps changed
+    keeps: str  # names of what layers hold, if the first steps changed it
 
     @classmethod
     def take(cls, run: ReferenceRun, first: Step, first_pass: FirstPass, number: int) -> "Rehearsal | None":
@@ -45,12 +45,12 @@ class Rehearsal:
         plan = run.setup.plan
         later = {min(step, plan.num_steps - number) for step in STEPS} - {*range(plan.config.check_steps + 1)}
         numbers = [number + step - 1 for step in sorted(later) if run.seconds * step * 2 <= MAX_SECONDS]
-        # These may follow evaluations, which are not repeated here.
+        # Later steps may follow evaluations, which are not repeated here.
         if run.setup.options.get("batch_loss") or run.setup.may_follow_evaluations:
             numbers = [last for last in numbers if not any(map(plan.evaluates, range(number + 1, last + 1)))]
         if not numbers or run.setup.accelerator.device.type != "cpu":
             return None
-        # The run will show an error, with the step and its samples. What is on disk stays there, as in other processes.
+        # The run will show an error, with the step and its samples. Weights on disk stay there, as in other processes.
         with suppress(Exception), with_full_weights(run.setup.model):
             steps = run.steps(numbers, None, compares=first_pass, first=number)
             moved = Perturbed.take(run, numbers, ROUNDINGS[0], number).steps
@@ -152,7 +152,7 @@ class AfterSaves:
         while not self._own.keys() <= alone.keys():
             is_over = self._process.poll() is not None  # before its records are read
             text = path.read_text() if path.exists() else ""
-            records = [json.loads(line) for line in text.split("\n")[:-1]]  # those that are complete
+            records = [json.loads(line) for line in text.split("\n")[:-1]]  # the complete ones
             alone = {each["step"]: (each["train/loss"], each["grad_norm"]) for each in records if "grad_norm" in each}
             if is_over and not self._own.keys() <= alone.keys():
                 lines = (self._folder / "output.txt").read_text(errors="replace").split("\n")

@@ -17,7 +17,7 @@ from ..parallel.stages import is_absent
 from ..step.engine import Engine
 from ..weights.shards import is_divided, local
 
-MOST_BLOCKS = 16  # into which a sample's tensor is cut, before a config divides it
+MOST_BLOCKS = 16  # of a sample's tensor, before a config divides it
 # (name of the module, number of its call in a forward pass, number of the tensor that it returns)
 Place = tuple[str, int, int]
 PlaceInRow = tuple[int, Place]  # (row of the micro-batch, place)
@@ -26,7 +26,7 @@ Sums = dict[PlaceInRow, Tensor]  # of shape (samples, blocks, ...)
 
 @dataclass
 class ModuleTrace:
-    """What the modules returned in a step, in order.
+    """The outputs of the modules in a step, in order.
 
     The tensor of a sample is cut into blocks, and each block is kept as the sum of its elements with random signs: this
     gives the distance of two tensors within 20 %. All blocks of a tensor use the same signs, so that the blocks of a
@@ -39,13 +39,13 @@ class ModuleTrace:
     forward: Sums = field(default_factory=dict)  # of the tensors
     backward: Sums = field(default_factory=dict)  # of their gradients, in the order in which they arrive
     classes: dict[str, str] = field(default_factory=dict)  # {module: name of its class}
-    followers: dict[str, dict[str, None]] = field(default_factory=dict)  # {module: those that take its output}
+    followers: dict[str, dict[str, None]] = field(default_factory=dict)  # {module: modules that take its output}
     is_low: bool = False  # whether a module computed with fewer bits than float32
 
     @contextmanager
     def watch(self, engine: Engine) -> Iterator[None]:
-        """Notes the passes that have a gradient, in the step that the engine takes in the `with` block. Leaves out
-        modules that take no hooks, such as scripted ones, and modules that are partly in another stage."""
+        """Records the passes that have a gradient, in the step that the engine takes in the `with` block. Leaves out
+        modules that accept no hooks, such as scripted modules, and modules that are partly in another stage."""
         calls = Counter[tuple[int, str]]()
         with ExitStack() as hooks:
             for name, module in engine.running_modules():
@@ -57,7 +57,7 @@ class ModuleTrace:
             yield
 
     def on_cpu(self) -> "ModuleTrace":
-        """The same trace, to compare with those of other processes."""
+        """The same trace, to compare with other processes' traces."""
         forward, backward = ({key: sums.cpu() for key, sums in each.items()} for each in (self.forward, self.backward))
         return replace(self, forward=forward, backward=backward)
 
@@ -118,8 +118,8 @@ def by_sample(tensor: Tensor, samples: int) -> Tensor:
 
 
 def sizes_of_blocks(shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
-    """The sizes of the blocks of a tensor of this shape. The first and the last dimension, tokens and features, are cut
-    most. Each dimension is cut so that `parts`, the processes that share a model, may divide it."""
+    """The sizes of the blocks of a tensor of this shape. Cuts the first and the last dimension, tokens and features,
+    most. Cuts each dimension so that `parts`, the number of processes that share a model, may divide it."""
     most = MOST_BLOCKS if len(shape) == 1 else math.isqrt(MOST_BLOCKS)
     sizes = []
     for index, size in enumerate(shape):

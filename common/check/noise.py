@@ -16,11 +16,11 @@ REPEATED, SMALL = 1e-4, 0.01  # how far a repeated gradient may differ, of its s
 # sign. The share of such elements is about the share of rounding in the gradient, and the distance its square root.
 TIMES_ROOT = 10
 IS_ROUNDING = 0.01  # share of a gradient that changes with rounding: above, it is zero in exact arithmetic
-IS_SMALL = 3e-4  # the same of an element: above, its gradient may be as small as Adam's epsilon, and its update changes
+IS_SMALL = 3e-4  # the same for one element: its gradient may be as small as Adam's epsilon, and its update changes
 
 
 def without_noise(gaps: dict[Key, Gap], reference: Reference, number: int) -> tuple[dict[Key, Gap], list[str]]:
-    """(the differences in step `number` beyond rounding errors, lines about those that rounding explains in part)"""
+    """(the differences in step `number` beyond rounding, lines about those that rounding explains only in part)"""
     if reference.is_low:  # a metric such as an accuracy jumps with the rounding
         gaps = {key: gap for key, gap in gaps.items() if key[0] not in ("value", "eval") or key[1] == "loss"}
     gaps, lines = {key: gap for key, gap in gaps.items() if not gap.size <= TOLERANCE}, list[str]()
@@ -51,8 +51,8 @@ def without_noise(gaps: dict[Key, Gap], reference: Reference, number: int) -> tu
 
 
 def what_does_not_repeat(again: Step, expected: Step, is_low: bool) -> str | None:
-    """What differs when one process repeats the first step from the same state; None if nothing does. On GPUs
-    kernels may add in another order: updates are compared where the gradients have the same bits."""
+    """The difference when one process repeats the first step from the same state; None if there is none. On GPUs
+    kernels may add in a different order: updates are compared where the gradients have the same bits."""
     if not math.isfinite(expected.grad_norm):
         return None
     limit = BF16[""] if is_low else REPEATED
@@ -97,7 +97,7 @@ def _moved(update: Tensor, gradient: Sketch | None, perturbed: Sketch | None) ->
 
 
 def _floors(reference: Reference, other: Perturbed, number: int) -> dict[Key, Gap]:
-    """What rounding errors in the weights change in step `number`."""
+    """The changes in step `number` because of rounding errors in the weights."""
     step, expected, initial = other.steps[number], reference.steps[number], reference.initial
     floors = step_gaps(step, expected)
     for name, weight in step.weights.items():

@@ -41,11 +41,11 @@ class ParityCheck:
     all processes. It uses the user's own model, optimizer and functions, which see a single process, and restores them
     afterwards. Then all processes take the steps together and compare: the values of each sample, the norm of the
     gradient, the update of each weight. A difference of more than 1e-5 is compared with the noise floor: how much
-    rounding errors in the weights change on one process. A larger one ends the run before anything is saved.
+    rounding errors in the weights change on one process. A larger difference ends the run before it saves anything.
 
     Args:
         setup: of the run; `check_trainable` has accepted it.
-        checkpoint: from which the run starts. Its weights are loaded, its optimizer state is not.
+        checkpoint: the start of the run. Its weights are loaded, its optimizer state is not.
         facts: for the run card. The check adds how many steps are checked, how long that took, and whether the forward
             pass or a batch draws random numbers.
 
@@ -65,11 +65,11 @@ class ParityCheck:
             self.numbers = range(self.first, next(after, self.numbers.stop))
         self._setup = setup
         self._reference: Reference | None = None  # only the main process has one
-        self._rehearsal: Rehearsal | None = None  # the same
-        self._rehearsed: list[int] = []  # numbers of the steps that it holds
+        self._rehearsal: Rehearsal | None = None  # only the main process has one
+        self._rehearsed: list[int] = []  # numbers of the steps of the rehearsal
         self._error: str | None = None  # of one process
         self._block_sizes: dict[int, dict[PlaceInRow, tuple[int, ...]]] = {}  # of each step
-        self._seconds = 0.0  # that the check took
+        self._seconds = 0.0  # the time that the check took
         is_cut = self.plan.micro_batch_size < config.batch_size
         self._first_pass = FirstPass(draws_for_batches=is_cut and draws_for_batches(setup.train_set))
         self._say_what_was_asked()
@@ -176,7 +176,7 @@ class ParityCheck:
             of_torch = isinstance(error, RuntimeError) or (
                 in_package and isinstance(error, (AttributeError, AssertionError))
             )
-            # Else a mistake in the recipe, whose traceback says more.
+            # Otherwise it is a mistake in the recipe, and the traceback says more.
             may_be_ours = is_checked or (self.group.size > 1 and of_torch)
             if not self.numbers or self._error is not None or needs_no_traceback(error) or not may_be_ours:
                 raise
@@ -203,7 +203,7 @@ class ParityCheck:
         return result
 
     def _check_step(self, number: int, micro_batches: Sequence[Batch]) -> StepResult:
-        """Takes a step, and compares it with that of one process."""
+        """Takes a step, and compares it with the same step of one process."""
         engine, is_first, sizes = self.engine, number == self.first, self._block_sizes.get(number)
         modules = None if self.plan.config.compile or sizes is None else ModuleTrace(block_sizes=sizes)
         with gradients_of(engine._own_optimizer, lambda: engine.saved_tensors().items()) as gradients:

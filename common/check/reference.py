@@ -37,7 +37,7 @@ from .tolerances import BF16, LATER
 from .trace import Observer, Step
 
 MAX_SECONDS = 60.0
-SMALL = 10_000_000  # bytes of weights up to which threads wait for each other longer than they compute
+SMALL = 10_000_000  # bytes of weights; with fewer, threads wait longer for each other than they compute
 
 
 @dataclass
@@ -45,7 +45,7 @@ class ReferenceRun:
     """Takes optimizer steps with all samples of the global batch in this process: the same engine at size 1."""
 
     setup: Setup  # of the run
-    checkpoint: Checkpoint  # from which the run starts; its weights are loaded
+    checkpoint: Checkpoint  # the start of the run; its weights are loaded
     is_low: bool = False  # whether a layer computed with fewer bits than float32; set by the first steps
     changes: Changes | None = None  # what the first steps changed in the recipe's objects
     seconds: float = math.inf  # that the fastest step took
@@ -64,7 +64,7 @@ class ReferenceRun:
         compares: FirstPass | None = None,
         first: int | None = None,
     ) -> dict[int, Step]:
-        """Takes the steps with these numbers, after those from `first` on; `change` may first change the weights; then
+        """Takes the steps with these numbers, after the steps from `first` on; `change` may first change weights; then
         `compares` halves of a micro-batch. Restores model, optimizer and all that the recipe's functions refer to.
 
         Raises:
@@ -110,7 +110,7 @@ class ReferenceRun:
                     self.is_low = self.is_low or modules.is_low
                 else:
                     engine.step(number, micro_batches, wants_norm=False)
-                if change is not None and plan.evaluates(number + 1):  # the run does: what this moves on is noise
+                if change is not None and plan.evaluates(number + 1):  # as the run does: later effects are noise
                     evaluate_batch(model, engine.evaluate, micro_batches[0], number)
                 self.seconds = min(self.seconds, time.monotonic() - began)
             if compares is not None:  # a few samples are enough; of micro-batches of one sample, two
@@ -133,7 +133,7 @@ class ReferenceRun:
 
 
 def _ending_in_time(setup: Setup, num_passes: int) -> Setup:
-    """A setup whose passes raise NotChecked if `num_passes`, of them the first may be slow, would take too long."""
+    """A setup whose passes raise NotChecked if `num_passes` passes, the first perhaps slow, would take too long."""
     longest = min(MAX_SECONDS, setup.plan.config.hang_timeout / 2 or MAX_SECONDS)
     values_of, num_done, fastest = as_numbered_step(setup.forward_step), 0, math.inf
     started = last = time.monotonic()
@@ -195,7 +195,7 @@ def _round(tensor: Tensor) -> Tensor:
 
 
 # To measure the noise floor, the weights are perturbed by this number of rounding errors (ulp). Under Adam, a few
-# elements of a weight then move differently; with one rounding error it is often none, but in the run there are some.
+# elements of a weight then move differently; with one rounding error often none does, but in the run some do.
 ROUNDINGS = (8, 4)
 LARGE = 100_000_000  # bytes of weights above which one measurement is enough: there are many elements
 
@@ -205,11 +205,11 @@ class Perturbed:
     """The first steps of one process from weights that are perturbed."""
 
     steps: dict[int, Step]  # {number: what the step did}
-    start: dict[str, Sketch]  # {name: weight from which they start}
+    start: dict[str, Sketch]  # {name: weight at their start}
 
     @classmethod
     def take(cls, run: ReferenceRun, numbers: Sequence[int], roundings: int, first: int | None = None) -> "Perturbed":
-        """Takes these steps, after those from `first` on, from weights perturbed by `roundings` rounding errors."""
+        """Takes these steps, after the steps from `first` on, from weights perturbed by `roundings` rounding errors."""
         start: dict[str, Sketch] = {}
 
         def change(model: nn.Module) -> None:

@@ -43,7 +43,7 @@ class Step:
 
 @dataclass
 class Observer:
-    """Notes what an engine does."""
+    """Records what an engine does."""
 
     first_pass: FirstPass | None  # filled by the first forward pass of a first step; None: something else has filled it
     _own: Step | None = None  # what the step has done so far
@@ -83,7 +83,7 @@ class Observer:
         row, first_pass = engine.plan.row(index), None if own.samples else self.first_pass
         watches = first_pass is not None and isinstance(model, nn.Module)
         device, own.samples[row] = engine.accelerator.device, checksums(batch)
-        module = engine.module if model is engine.model else model  # of a pipeline, that of a stage
+        module = engine.module if model is engine.model else model  # in a pipeline, the module of a stage
         is_whole = watches and model is engine.model  # in a pipeline, backward passes begin in here
         gradients = [(weight, weight.grad) for weight in module.parameters()] if is_whole else []
         with first_pass.watch(model, module, device) if first_pass and watches else nullcontext():
@@ -114,7 +114,7 @@ class Observer:
 
 
 def on_cpu(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The values of `forward_step` as float64 on the CPU. Without predictions: rounding errors change a few of many."""
+    """The values of `forward_step` as float64 on the CPU. Leaves out predictions: rounding errors change a few."""
     compared = {name: value for name, value in values.items() if value.ndim == 1 or value.is_floating_point()}
     return {name: value.detach().double().cpu() for name, value in compared.items()}
 

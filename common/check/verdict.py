@@ -34,8 +34,8 @@ def verdict(
     first_pass: FirstPass,
     find: Callable[[str], tuple[str, str]],
 ) -> str:
-    """Names the first of these differences, where it begins, and its likely cause. `steps` are what step `number` did
-    in each process, the main process first; `find` is a FirstDifference's method."""
+    """Names the first of these differences, where it begins, and its likely cause. `steps`: step `number`
+    as each process took it, the main process first; `find`: the method of a FirstDifference."""
     order, layout = ("value", "eval", "norm", "weight", "replica"), setup.plan.layout
     first = min(gaps, key=lambda key: (order.index(key[0]), key != ("value", "loss")))
     lines = [f"{layout} does not give the result of one process: in step {number + 1}, {gaps[first].text}"]
@@ -91,7 +91,7 @@ def _cause_in_a_sample(steps: Sequence[Step], expected: Step) -> str | None:
 def _causes_in_the_recipe(
     first: FirstPass, changes: Changes, asked: Mapping[str, str], gaps: Mapping[Key, Gap]
 ) -> Iterator[str]:
-    """What the recipe does that makes results differ between layouts, and what to type; the likeliest first."""
+    """Mistakes in the recipe that make results differ between layouts, and what to type; the likeliest first."""
     for name in first.written:
         yield (
             f"the forward pass changes {name}, but each process sees different samples, or with tensor parallelism "

@@ -32,7 +32,7 @@ MAX_FILE_BYTES = 5_000_000_000
 
 
 def try_export(setup: Setup, group: CpuGroup) -> None:
-    """Tries what the export after the last step needs: the main process writes the small files and removes them, and
+    """Tests the export after the last step: the main process writes the small files and removes them, and
     checks that there is room for the weights. A collective. Raises UsageError if the export would fail."""
     output_dir, module, line = setup.plan.config.output_dir, setup.model, None
     dtype = export_dtype(setup.plan.config.export_dtype, module)
@@ -190,7 +190,7 @@ def _name_files(folder: Path, files: list[list[str]], size: int) -> None:
 
 
 def _digest(weights: Mapping[str, Tensor]) -> int:
-    """The sum of digests of the name, type and bytes of each weight. It finds accidents, not forgeries."""
+    """The sum of digests of the name, type and bytes of each weight. It detects accidents, not forgeries."""
     total = 0
     for name, tensor in weights.items():
         digest = xxhash.xxh3_64(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -212,7 +212,7 @@ def load_exported(output_dir: str | Path, model: nn.Module | None = None) -> dic
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise UsageError(
-            f"no exported model in {folder} ({reason}): train first, or use the --output_dir of a run that is done"
+            f"no exported model in {folder} ({reason}): train first, or use the --output_dir of a finished run"
         ) from None
     expected = read_card(Path(output_dir)).get("model_digest")
     if expected is not None and f"{_digest(weights) % 2**64:016x}" != expected:

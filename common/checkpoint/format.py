@@ -60,11 +60,11 @@ def digest_of_json(content: dict[str, Any]) -> str:
 
 
 def check_same_model(folder: Path, shapes: dict[str, list[int]], model: nn.Module) -> None:
-    """Raises UsageError unless the weights in a folder, given as {name: shape}, match those of `model`."""
+    """Raises UsageError unless the weights in a folder, given as {name: shape}, match `model`."""
     own = checkpoint_tensors(model)
     if shapes.keys() != own.keys():
         name = min(shapes.keys() ^ own.keys())
-        raise UsageError(f"{folder} is of another model: only one of the two has {name}")
+        raise UsageError(f"{folder} holds a different model: only one of the two has {name}")
     for name, shape in shapes.items():
         if shape != list(own[name].shape):
-            raise UsageError(f"{folder} is of another model: {name} is {shape} there, {list(own[name].shape)} here")
+            raise UsageError(f"{folder} holds a different model: {name} is {shape} there, {list(own[name].shape)} here")

@@ -1,4 +1,4 @@
-"""The settings that a resumed run must share with its checkpoint, and those that it may change; and a
+"""The settings that a resumed run must share with its checkpoint, the settings that it may change, and a
 fingerprint of its data, from a few samples: a resumed run must draw the same ones."""
 
 import copy
@@ -28,7 +28,7 @@ NUM_PARTS = 8
 # Relative to the root mean square: machines and package versions round differently; a different sample is farther away.
 TOLERANCE = 1e-3
 
-Fact = str | list[float]  # a digest of what is exact, such as tokens; else the root mean square, and means of parts
+Fact = str | list[float]  # a digest of exact values, such as tokens; or the root mean square, and means of parts
 Facts = dict[str, dict[str, Fact]]  # {sample id: {name of a tensor or text: what it is}}
 
 
@@ -43,14 +43,14 @@ def identity(setup: Setup, group: CpuGroup) -> dict[str, Any]:
     plan, config, eval_sets = setup.plan, asdict(setup.plan.config), setup.eval_sets
     mixture = getattr(plan.sampler, "__self__", None)
     some = {name: _some(range(len(each)), NUM_OF_EVALUATION) for name, each in eval_sets.items()}
-    # Of the training set, with its transforms, its random numbers and those of its `collate_fn`.
+    # From the training set, with its transforms, and with the random numbers of it and its `collate_fn`.
     trained = _facts(setup.train_set, known_by(plan), plan.config)
     evaluated = {name: _facts(eval_sets[name], ids, plan.config) for name, ids in some.items()}
     return {name: config[name] for name in ("seed", "batch_size", "data", "ema_decay")} | {
         "num_samples": plan.num_samples,
         "optimizer": type(setup.optimizer).__name__,
         "base": getattr(getattr(setup.model, "peft_adapter", None), "base_digest", None),
-        # {source: [samples in an epoch, of so many]}
+        # {source: [its samples in an epoch, all its samples]}
         "mixture": {name: [*sizes] for name, *sizes in zip(mixture.names, mixture.counts, mixture.sizes)}
         if isinstance(mixture, Mixture)
         else None,
@@ -61,7 +61,7 @@ def identity(setup: Setup, group: CpuGroup) -> dict[str, Any]:
 
 
 def differences(identity: dict[str, Any], there: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(setting, its value in a checkpoint, its value here) of those that differ. A checkpoint may have more settings.
+    """(setting, its value in a checkpoint, its value here) if it differs. A checkpoint may have more settings.
     The data may have moved to another path, if their samples are the same."""
     ours, theirs = identity["samples"], there.get("samples", {})
     moved = ours.keys() & theirs.keys() and other_sample(ours, theirs) is None
@@ -78,16 +78,16 @@ def own_flags(plan: Plan) -> dict[str, str]:
 
 
 def other_flags(plan: Plan, content: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """(flag of the recipe, its value in the manifest of a checkpoint, its value here) of those that differ."""
+    """(flag of the recipe, its value in the manifest of a checkpoint, its value here) of the flags that differ."""
     before = content["own_flags"]
     return [(name, before[name], value) for name, value in own_flags(plan).items() if before.get(name, value) != value]
 
 
 def curve(plan: Plan) -> str:
-    """A digest of the learning-rate schedule at steps that do not depend on the length: a constant one has one
+    """A digest of the learning-rate schedule at steps that do not depend on its length: a constant one always has one
     digest."""
     steps = [*range(16), *(2**power for power in range(4, 24))]
-    if plan.schedule is not None:  # one of the recipe's own may end with the run
+    if plan.schedule is not None:  # the recipe's own schedule may end with the run
         steps = [min(step, plan.num_steps - 1) for step in steps]
     return _digest([plan.factor_at(step) for step in steps])
 
@@ -97,12 +97,12 @@ def _digest(value: Any) -> str:
 
 
 def known_by(plan: Plan) -> list[int]:
-    """The ids of the training samples by which a checkpoint identifies the data: 16 that the run draws."""
+    """The ids of the training samples that identify the data of a checkpoint: 16 that the run draws."""
     return _some(range(plan.num_samples) if plan.sampler is None else plan.epoch_order(0).tolist(), NUM_SAMPLES)
 
 
 def other_sample(here: Facts, there: Facts) -> tuple[str, str] | None:
-    """(id, name) of the first value in which samples differ, or None. Samples that one side lacks do not count."""
+    """(id, name) of the first value that differs, or None. Samples that one side lacks do not count."""
     for sample in [sample for sample in here if sample in there]:
         ours, theirs = here[sample], there[sample]
         for name in sorted(ours.keys() | theirs.keys()):
@@ -117,7 +117,7 @@ def _some(drawn: Sequence[int], number: int) -> list[int]:
 
 def _facts(dataset: MapDataset, ids: list[int], config: RunConfig) -> Facts:
     """The facts of these samples. Keeps the generators. A sample that cannot be read has none: the step that needs it
-    says why. A resumed run reads twice, and leaves out what then differs, such as unseeded random numbers."""
+    says why. A resumed run reads twice, and leaves out values that then differ, such as unseeded random numbers."""
     with restore_generators(CPU):
         facts = dict(_read(dataset, ids, config))
         if config.resume_from_checkpoint is not None:

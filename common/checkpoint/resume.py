@@ -35,7 +35,7 @@ class Checkpoint:
 
     path: Path = Path()  # its folder
     reader: Reader | None = None  # reads its files
-    trained: Sequence[str] = ()  # names of the weights that the optimizer of this run was given
+    trained: Sequence[str] = ()  # names of the weights that the optimizer of this run trains
     other_evaluation: bool = False  # whether the run evaluated other samples
 
     @property
@@ -85,7 +85,7 @@ class Checkpoint:
         for name, before, value in other_flags(plan, content):
             accelerator.print(f"the checkpoint's run had --{name} {before}, this run has {value}")
         if self.other_evaluation:
-            accelerator.print("the evaluation data differ from those of the checkpoint: do not compare their metrics")
+            accelerator.print("the evaluation data differ from the checkpoint's: do not compare their metrics")
         have_state = {name.rpartition(".")[0] for name in reader.tensors if name.startswith("optimizer.")}
         anew = [name for name in self.trained if f"optimizer.{name}" not in have_state]
         if have_state and anew:  # normal for a weight that no forward pass has used
@@ -138,7 +138,7 @@ def find_checkpoint(setup: Setup, identity: dict[str, Any], group: CpuGroup) -> 
 
 
 def _check_same_run(path: Path, content: dict[str, Any], plan: Plan, identity: dict[str, Any]) -> None:
-    """Raises UsageError for a checkpoint of a run with other settings, or with other data."""
+    """Raises UsageError for a checkpoint of a run with different settings or different data."""
     for name, there, here in differences(identity, content["identity"]):
         raise UsageError(f"{path} was made with {name} {there}, this run has {here}")
     if (found := other_sample(identity["samples"], content["identity"].get("samples", {}))) is not None:
@@ -151,7 +151,7 @@ def _check_same_run(path: Path, content: dict[str, Any], plan: Plan, identity: d
 
 def newest(output_dir: Path, opener: Callable[[Path, CpuGroup], Opened], group: CpuGroup) -> Opened | None:
     """The newest complete checkpoint of a run, as `opener` opens it; None if there is no checkpoint. Raises
-    DamagedError if none is complete, RunError if the file system cannot read those that may be."""
+    DamagedError if none is complete, RunError if the file system cannot read one that may be complete."""
     unread: RunError | None = None
     paths = [Path(path) for path in group.broadcast([str(path) for _, path in checkpoints(output_dir)])]
     for path in reversed(paths):
@@ -161,7 +161,7 @@ def newest(output_dir: Path, opener: Callable[[Path, CpuGroup], Opened], group: 
             raise
         except (DamagedError, RunError) as error:
             unread = unread or (error if isinstance(error, RunError) else None)
-            print_once(f"{path} is not a complete checkpoint ({error}): taking the one before it")
+            print_once(f"{path} is not a complete checkpoint ({error}): using the checkpoint before it")
     if unread is not None:
         raise unread
     if paths:

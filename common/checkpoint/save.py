@@ -32,8 +32,8 @@ AfterSave = Callable[[int, Callable[[], Path | None]], object]
 class Saver:
     """Writes checkpoints, one at a time; with `--async_save` during the next steps, from a copy.
 
-    Before the first step the main process also writes the small files of an export. After each save `after_save` is
-    called with the number of steps taken and `finish`.
+    Before the first step the main process also writes the small files of an export. After each save, it calls
+    `after_save` with the number of steps taken and `finish`.
     """
 
     def __init__(self, engine: Engine, identity: dict[str, Any], group: CpuGroup, watch: Watch, after_save: AfterSave):
@@ -58,7 +58,7 @@ class Saver:
             flush(folder.parent)  # once in a run: a run that was killed may have made it
             write_model(self._engine.module, folder / MODEL_FILES, config.export_dtype, export, with_weights=False)
         except Exception as error:  # any: `export` is the recipe's. The checkpoint is complete without these files.
-            print(f"accelerate-recipes export will lack files beside the weights: {first_line(error)}", flush=True)
+            print(f"accelerate-recipes export will lack files besides the weights: {first_line(error)}", flush=True)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:

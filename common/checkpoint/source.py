@@ -1,4 +1,4 @@
-"""The source of a run, which its checkpoints carry: so that a result can still be read when the code has changed."""
+"""The source code of a run, which its checkpoints contain: you can still explain a result when the code has changed."""
 
 import base64
 import io
@@ -14,13 +14,13 @@ from ..package import files_of_run, version
 from ..records.run_card import launch_command
 
 COMMAND, CONFIGS = "command.txt", "accelerate_configs"
-LONG_AGO = (1980, 1, 1, 0, 0, 0)  # one archive for one source
+LONG_AGO = (1980, 1, 1, 0, 0, 0)  # the same source gives the same archive
 
 
 @cache
 def source() -> str:
     """A zip archive, compressed with xz, as base64: the recipe, what it imports from its folder, the config file, the
-    command that started the run, the version of this package and, unless that names its code, the package."""
+    command that started the run, the version of this package and, unless this identifies its code, the package."""
     archive, config = io.BytesIO(), launch_option(shlex.split(launch_command()), "--config_file")
     files = files_of_run() | ({} if config is None else {f"{CONFIGS}/{Path(config).name}": Path(config)})
     with zipfile.ZipFile(archive, "w") as opened:

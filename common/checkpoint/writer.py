@@ -24,7 +24,7 @@ OwnShards = list[tuple[Shard, Tensor]]
 
 
 def collect_shards(held: Sequence[Shard], rank: int, buffers: dict[str, Tensor] | None = None) -> OwnShards:
-    """Of the shards that this process holds, those that it writes, with their tensors on the CPU. Exactly one of the
+    """The shards that this process writes, of those that it holds, with their tensors on the CPU. Exactly one of the
     processes that hold a shard writes it; all know which one, without asking the others. `buffers`: {name: tensor} for
     copies, kept for the next save; missing buffers are added. Without it, the result may share memory with the weights:
     they must not change until it is written."""
@@ -55,8 +55,8 @@ def assign(held: Sequence[Shard], rank: int) -> set[str]:
 
 
 def write(folder: Path, shards: OwnShards, content: dict[str, Any], group: CpuGroup) -> None:
-    """Writes a folder, and its parent if it is missing, with the shards of all processes, which share the file system:
-    each those from its `collect_shards`. The folder gets its name only when everything is on the disk. Raises
+    """Writes a folder, and its parent if it is missing, with the shards of all processes, which share the file system.
+    Each process writes its `collect_shards`. The folder gets its name only when everything is on the disk. Raises
     WriteError if a file could not be written; then an earlier checkpoint is unchanged. `content`: the first process's
     JSON for the manifest; `Reader.content` returns it."""
     # A different name for each: a network file system may return an earlier folder of the same name.
@@ -142,9 +142,9 @@ def _publish(aside: Path, folder: Path, content: dict[str, Any], manifests: list
             raise OSError(f"{name} has a different size in process 0 than in the process that wrote it")
     for name, tensor in tensors.items():
         check_coverage(name, tensor)
-    # As a reader will load it.
+    # The content as a reader will load it.
     content = json.loads(json.dumps({"format": FORMAT, **content, "files": files, "tensors": tensors}))
-    # Without an indent, which takes five times as long.
+    # No indent: it would take five times as long.
     (aside / MANIFEST).write_text(json.dumps(content | {"sha256": digest_of_json(content)}) + "\n", encoding="utf-8")
     flush(aside / MANIFEST)
     flush(aside)

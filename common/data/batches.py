@@ -34,8 +34,8 @@ def batches(
         dataset: map-style; samples are dicts of tensors, numbers or strings. If it has `__getitems__`,
             each batch is one call with a list of ids. The call returns a list of samples, or the
             batch: a dict of tensors of shape (batch, ...). `__getitem__` may draw random numbers: they
-            are a function of `--seed`, the epoch and the sample. What `__getitems__` and a
-            `collate_fn` draw is a function of `--seed`, the epoch and the samples of the micro-batch.
+            are a function of `--seed`, the epoch and the sample. The draws of `__getitems__` and a
+            `collate_fn` are a function of `--seed`, the epoch and the samples of the micro-batch.
         samples: (epoch, ids) of each batch.
         device: for the tensors of a batch; strings stay on the CPU.
         config: `--seed` and `--num_workers`, the processes that fetch ahead; with 0 this process fetches.
@@ -60,7 +60,7 @@ def batches(
 
 
 def resident(dataset: Any, device: torch.device) -> Any:
-    """The dataset on the device if it is small and in memory; else the dataset itself."""
+    """The dataset on the device if it is small and in memory; otherwise the dataset itself."""
     if device.type == "cpu" or not _reads_rows(dataset) or dataset.num_bytes > MAX_BYTES_ON_DEVICE:
         return dataset
     return dataset.to(device)
@@ -108,7 +108,7 @@ def draws_for_batches(dataset: MapDataset) -> bool:
 
 
 def keeps_draws(dataset: MapDataset) -> bool:
-    """Whether a sample draws random numbers only when it is read first."""
+    """Whether a sample draws random numbers only when it is first read."""
     inner = dataset.dataset if isinstance(dataset, Collated) else dataset
     states, last = list[Any](), len(inner) - 1  # the recipe may have read the first samples
     for _ in range(2):
@@ -155,11 +155,11 @@ def _start_worker(number: int) -> None:
     the run would wait for it forever.
 
     A worker whose parent process has already ended would wait forever, too: torch's watchdog starts later, and takes
-    the parent at that time for the original one."""
+    the parent at that time for the original parent."""
     main = multiprocessing.parent_process()
     if main is not None and multiprocessing.get_start_method() == "fork" and os.getppid() != main.pid:
         os._exit(1)
-    # The message of a worker is (number of the batch, batch). In place of a batch it sends why it could not be sent.
+    # The message of a worker is (number of the batch, batch). If it cannot send a batch, it sends the reason.
     kind: Any = Queue
     kind._on_queue_feeder_error = lambda queue, error, message: queue.put((message[0], _failure_of(error)))
 

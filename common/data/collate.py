@@ -33,7 +33,7 @@ def collate(samples: Any, size: int, collate_fn: CollateFn) -> Batch:
     for name, value in batch.items():
         if isinstance(value, torch.Tensor):
             if value.ndim == 0 or len(value) != size or (name == "weight" and value.ndim > 1):
-                expected = f"{rows}; pad what varies in number, such as the nodes of graphs"
+                expected = f"{rows}; pad parts that vary in number, such as the nodes of graphs"
                 expected = f"({size},), one number per sample" if name == "weight" else expected
                 raise UsageError(f'"{name}" of a batch has shape {tuple(value.shape)}: expected {expected}')
         elif not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
@@ -45,7 +45,7 @@ def _no_tensor(name: str, value: Any, where: str) -> str:
     inner = value[0] if isinstance(value, list | tuple) and value else value
     instead = 'make it a tensor; .with_format("torch") of datasets does this for lists'
     if isinstance(inner, dict):
-        instead = "give each tensor in it its own name, and pad what varies in number, such as boxes, with a mask"
+        instead = "give each tensor in it its own name, and pad parts that vary in number, such as boxes, with a mask"
     return f'"{name}" of a {where} is a {type(value).__name__}: expected a tensor, number or string: {instead}'
 
 
@@ -87,7 +87,7 @@ class Padding:
     Args:
         padding: {name: value to pad with}; 0 for other names. For labels, use -100: torch's losses ignore it.
         mask: name of a tensor to add, of shape (batch, length) and type int64: 1 for a position of the sample, 0 for
-            padding. It follows the first padded tensor. None adds nothing; a sample's own tensor of this name stays.
+            padding. It marks the first padded tensor. None adds nothing; a sample's own tensor of this name stays.
         multiple_of: pad to a multiple of this length.
         side: where the padding goes: "right", or "left" for a model that reads the last position.
     """

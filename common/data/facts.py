@@ -33,5 +33,5 @@ def shorten(names: Sequence[str]) -> str:
 
 
 def printable(name: str) -> str:
-    """A name for a line, with a question mark for what no terminal shows, such as a line break."""
+    """A name for a line, with a question mark for each character that no terminal shows, such as a line break."""
     return "".join(letter if letter.isprintable() else "?" for letter in name)

@@ -27,8 +27,8 @@ class Mixture(ConcatDataset):
     Args:
         sources: {name: map-style dataset}
         weights: {name: its weight, relative to the others}; None for an evaluation, which takes every sample.
-        repeats: an epoch ends when each source has been taken whole, and smaller ones repeat. Else it ends when the
-            first source is used up, and no sample comes twice.
+        repeats: an epoch ends when every source is used up, and smaller ones repeat. Otherwise it ends when the
+            first source is used up, and no sample repeats.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Mixture(ConcatDataset):
         def with_sources(model: Any, batch: Batch, *number: int) -> dict[str, torch.Tensor]:
             values = forward_step(model, {name: value for name, value in batch.items() if name != SOURCE}, *number)
             source = batch.get(SOURCE, torch.tensor(-1))  # an evaluation set need not be a mixture
-            # Not classes, which have no mean.
+            # Leaves out classes, which have no mean.
             metrics = {k: each.detach() for k, each in values.items() if each.ndim == 1 and each.is_floating_point()}
             for place, name in enumerate(self.names) if "loss" in values else ():  # not with a batch_loss
                 share = (source == place).to(values["loss"]).expand(len(values["loss"]))
@@ -84,15 +84,15 @@ class Mixture(ConcatDataset):
 
 
 def parts_of(*datasets: Any) -> list[Any]:
-    """The datasets, and the sources of those that are a mixture."""
+    """The datasets, and for each mixture its sources."""
     return [part for dataset in datasets for part in (dataset.sources if isinstance(dataset, Mixture) else [dataset])]
 
 
 def by_source(
     train_set: Any, eval_set: Any, forward_step: ForwardStep, sampler: Sampler | None
 ) -> tuple[ForwardStep, Sampler | None]:
-    """(forward_step, sampler): for a mixture, with the metrics of each source and the order of its epochs. Raises
-    UsageError for a mixture for training without weights, or one for evaluation with other names."""
+    """(forward_step, sampler); for a mixture, with the metrics of each source and the order of its epochs. Raises
+    UsageError if a mixture for training has no weights, or one for evaluation has different names."""
     if not isinstance(train_set, Mixture):
         return forward_step, sampler
     if not hasattr(train_set, "counts"):
@@ -114,7 +114,7 @@ def _share_of(name: str) -> str:
 
 
 def without_sources(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values without those of single sources."""
+    """The values, without the metrics of single sources."""
     return {name: value for name, value in values.items() if OF not in name or _share_of(name) not in values}
 
 

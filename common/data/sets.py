@@ -102,7 +102,7 @@ class Collated(Dataset):
 
 
 def as_numbered_step(forward_step: ForwardStep) -> NumberedStep:
-    """`forward_step` as the loop calls it: a third argument gets the step's number if it is `step`, or required."""
+    """`forward_step` as the loop calls it: a third argument gets the step's number, if it is `step` or required."""
     with suppress(ValueError):  # of a function in C
         for each in [*inspect.signature(forward_step).parameters.values()][2:3]:
             if each.kind is each.POSITIONAL_OR_KEYWORD and (each.name == "step" or each.default is each.empty):

@@ -15,7 +15,7 @@ SUPPORTED = ("cpu", "cuda", "xpu", "npu")
 
 
 def check_launcher(layout: Layout, config: RunConfig) -> None:
-    """Refuses processes that would train alone, or wait in vain, because of variables that another launch left."""
+    """Refuses processes that would train alone, or wait forever, because of variables that another launch left."""
     environment = layout.environment
     launched = environment.local_rank is not None
     has_place = environment.main_address and environment.main_port

@@ -22,7 +22,7 @@ from ..errors import RunError, UsageError, first_line
 from ..package import files_of_run
 
 PATIENCE_S = 10  # until a line says what the run waits for
-ARRIVAL_S = 300  # longest wait of one machine's processes for those of the others
+ARRIVAL_S = 300  # longest wait of one machine's processes for the other machines'
 
 # Keeps the store alive: the first process may serve it (torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE), and others
 # still read from it.
@@ -105,7 +105,7 @@ def saying_who_waits(environment: Environment) -> Iterator[None]:
 
 
 def _exchange(facts: dict[str, Any], environment: Environment) -> list[dict[str, Any]]:
-    """Publishes the facts of this machine; returns those of all machines, in order."""
+    """Publishes the facts of this machine; returns the facts of all machines, in order."""
     timeout = timedelta(seconds=ARRIVAL_S)
     machines: list[dict[str, Any]] = []
     prefix = f"accelerate_recipes/{environment.store_number}/machine_"

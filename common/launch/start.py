@@ -40,14 +40,14 @@ class ObservedAccelerator(Accelerator):
         super().__init__(**named)
 
     def note(self, what: str) -> None:
-        """Notes the caller's caller, if that is the recipe's code."""
+        """Records the caller's caller, if that is the recipe's code."""
         frame = sys._getframe(2)
         if what not in self.asked and is_own(frame.f_code.co_filename):
             self.asked[what] = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
     @property
     def device(self) -> torch.device:
-        """This process's device. Not Accelerate's cpu:0, to which torch would copy tensors that are on the CPU."""
+        """This process's device. Not Accelerate's cpu:0: torch would copy tensors from the CPU to it."""
         device = super().device
         return torch.device("cpu") if device.type == "cpu" else device
 
@@ -167,7 +167,7 @@ def prepare_rehearsal(layout: Layout, timeout: timedelta) -> None:
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         mallopt(M_MMAP_MAX, 0)  # large blocks, too, come from the heap, where they can be used again
         mallopt(M_TRIM_THRESHOLD, 1 << 30)  # bytes
-    # Accelerate imports deepspeed where it is installed, under other configs, too, and that warns about a missing GPU.
+    # If deepspeed is installed, Accelerate imports it under all configs, and the import warns about a missing GPU.
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     main_strategy(layout).rehearse(layout, timeout)
 

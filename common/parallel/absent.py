@@ -16,7 +16,7 @@ READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}  # of 
 
 
 class Absent(Tensor):
-    """A tensor that was computed from the weights of another stage. In front of its first layer, a stage computes with
+    """A tensor that was computed from the weights of another stage. Before its first layer, a stage computes with
     such tensors, and drops the results. Branching on one, or writing it to another tensor, raises UsageError."""
 
     origin: str
@@ -51,12 +51,12 @@ class Absent(Tensor):
     ) -> Any:
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Absent)]
         if READS & {*function.tags}:
-            raise given[0].refusal(f"branches on {given[0].origin}, or what is computed from it")
+            raise given[0].refusal(f"branches on {given[0].origin}, or a value computed from it")
         written = args[0] if function._schema.is_mutable and args else None
         if isinstance(written, Absent) and function._schema.name.endswith("_"):
             return written  # there is nothing to write
         if written is not None and not cls.in_front:
-            raise given[0].refusal(f"writes what is computed from {given[0].origin} into another tensor")
+            raise given[0].refusal(f"writes a value computed from {given[0].origin} into another tensor")
         numbers, named = tree_map_only(Absent, lambda each: each.numbers, (args, kwargs or {}))
         result = function(*numbers, **named)
         if TAKES_SHAPE.search(function._schema.name):
@@ -79,7 +79,7 @@ class Absent(Tensor):
 
     @property
     def requires_grad(self) -> bool:
-        """As for the weight: a penalty may leave out frozen ones."""
+        """The weight's own value: a penalty may leave out frozen weights."""
         return self.is_trained
 
     @requires_grad.setter

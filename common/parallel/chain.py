@@ -2,7 +2,7 @@
 
 1. A pass finds the chain: layers that each get exactly the hidden states that the one before returned.
 2. A traced pass finds which weights each stage needs.
-3. A rehearsal plays the part of each stage: with the whole model's hidden states it must return the same as that.
+3. A rehearsal plays the part of each stage: with the whole model's hidden states, it must return the same result.
 """
 
 from collections import Counter
@@ -50,8 +50,8 @@ def cut_of(setup: Setup) -> Cut:
                 fits, why = False, f" ({line_of(error)})"
             if not fits:
                 raise UsageError(
-                    f"{name} cannot be cut into stages: layers from {[*cut.chain][cut.bounds[index]]} on, or what "
-                    f"comes after them, need more than the hidden states of the layer before{why}",
+                    f"{name} cannot be cut into stages: layers from {[*cut.chain][cut.bounds[index]]} on, or code "
+                    f"after them, need more than the hidden states of the layer before{why}",
                     f"use {FALLBACK}",
                 )
     return cut
@@ -61,7 +61,7 @@ def find_cut(
     setup: Setup, passes: Callable[[Setup], AbstractContextManager[Forward]], states: Callable[[], Any]
 ) -> tuple[Cut, list[Any]]:
     """A cut without a rehearsal, and the other result of `cut_chain`. Raises UsageError if the model has no chain with
-    at least a layer per stage. `passes` gives a pass in a `with` block, `states` those of the generators."""
+    at least a layer per stage. `passes` yields a pass in a `with` block; `states` gets the generators' states."""
     model, size = setup.model, setup.plan.layout.pp
     num_stages = size * SCHEDULES[setup.plan.config.pipeline_schedule].per_process
     with passes(setup) as forward:
@@ -104,7 +104,7 @@ def find_chain(model: nn.Module, forward: Forward, states: Callable[[], Any]) ->
     Args:
         model: whole; hooks stay on it.
         forward: a pass.
-        states: returns those of the random generators.
+        states: returns the states of the random generators.
 
     Returns:
         {layer: how many values it returns as a tuple, with the hidden states first; 0: the hidden states}, in the order
@@ -162,14 +162,14 @@ def _calls(model: nn.Module, layers: Sequence[str], states: Callable[[], Any]) -
             calls.append(_Call(name, hidden_states(*args, **named), states()))
             running.append((calls[-1], {path: dict(vars(module)) for path, module in layer.named_modules()}))
 
-        # First and last of all hooks: those of the user belong to the layer.
+        # These are the first and the last hooks: the user's hooks belong to the layer.
         model.get_submodule(name).register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
         model.get_submodule(name).register_forward_hook(leave)
     return calls
 
 
 def _runs(lists: Iterable[Sequence[str]], calls: Sequence[_Call]) -> Iterator[list[_Call]]:
-    """The runs of neighbours in a list that are called once each and pass their hidden states on as they are."""
+    """The runs of neighbours in a list that are called once each and pass their hidden states on unchanged."""
     number = Counter(call.name for call in calls)
     found = {call.name: call for call in calls if number[call.name] == 1 and call.keeps_shape}
     for layers in lists:
@@ -189,7 +189,7 @@ def layer_bounds(num_layers: int, num_stages: int) -> list[int]:
 
 def cut_chain(model: nn.Module, chain: Mapping[str, int], num_stages: int, forward: Forward) -> tuple[Cut, list[Any]]:
     """Cuts a model so that a stage holds the weights that its part of a pass uses. These include all that the part
-    depends on apart from the hidden states with which it begins, such as a table of positions that all layers get.
+    depends on apart from the hidden states that it gets, such as a table of positions that all layers get.
 
     Args:
         model: whole; hooks stay on it.
@@ -198,7 +198,7 @@ def cut_chain(model: nn.Module, chain: Mapping[str, int], num_stages: int, forwa
         forward: a pass.
 
     Returns:
-        The cut, and for each stage the hidden states with which the next one begins; for the last one what the pass
+        The cut, and for each stage the hidden states that the next one gets; for the last one what the pass
         returns.
     """
     bounds, layers, ends = layer_bounds(len(chain), num_stages), [*map(model.get_submodule, chain)], list[Any]()
@@ -250,5 +250,5 @@ def _alone(setup: Setup) -> Iterator[Forward]:
 
 
 def _detached(value: Any) -> Any:
-    """Without the graph: while one is alive, a weight whose place another tensor takes cannot be restored."""
+    """Drops the graph: while one is alive, a weight whose place another tensor takes cannot be restored."""
     return tree_map(lambda each: each.detach() if isinstance(each, Tensor) else each, value)

@@ -17,7 +17,7 @@ class Ddp(Strategy):
     """The default: one process or DDP, if no other strategy applies."""
 
     name = "DDP"
-    needs_all_weights = True  # DDP waits for the gradient of each
+    needs_all_weights = True  # DDP waits for the gradient of each weight
     takes_means = True  # as torch's DDP does; a hook that sums takes 60 µs more per step
     fallback = "--config_file accelerate_configs/single.yaml"
     cause_in_update = "{optimizer} changes weights differently in each process: use only gradients"

@@ -70,7 +70,7 @@ def zero_stage(environment: Environment) -> Any:
 
 def offloads(environment: Environment) -> bool:
     """Whether the config keeps weights or optimizer state in CPU memory."""
-    kept = ("offload_optimizer", "offload_param")[: 1 + (zero_stage(environment) == 3)]  # others divide no weights
+    kept = ("offload_optimizer", "offload_param")[: 1 + (zero_stage(environment) == 3)]  # only stage 3 divides weights
     return any(_zero(environment).get(name, {}).get("device") == "cpu" for name in kept)
 
 
@@ -151,7 +151,7 @@ class DeepSpeed(Strategy):
     name = "DeepSpeed"
     distributed_type = DistributedType.DEEPSPEED
     rounds_weights = True
-    needs_all_weights = True  # it applies weight decay to one that no pass used
+    needs_all_weights = True  # it applies weight decay to a weight that no pass used
     takes_means = True
     takes_fp16 = False
     launch_checks = (check_config, check_packages)
@@ -181,7 +181,7 @@ class DeepSpeed(Strategy):
             model.register_forward_pre_hook(_bf16_inputs, with_kwargs=True)
             model.register_forward_hook(float32_outputs)
         compile_if_asked(model, plan)
-        # To `generate`: all processes take as many passes as the longest answer needs. It reads this of FSDP alone.
+        # For `generate`: all processes take as many passes as the longest answer needs. It reads this only from FSDP.
         model._is_fsdp_managed_module = zero_stage(plan.layout.environment) == 3
         model, optimizer = accelerator.prepare(model, setup.optimizer)
         load_models_whole()
@@ -217,7 +217,7 @@ def configure(accelerator: Accelerator, model: nn.Module, plan: Plan) -> None:
     num_weights = sum(weight.numel() for weight in model.parameters())
     bucket_size = min(num_weights + num_weights % 2, 50_000_000)  # DeepSpeed needs an even size
     zero = section.setdefault("zero_optimization", {})
-    # Accelerate has a value for `auto` for three keys, from the hidden size of a transformers model.
+    # Accelerate has values for three `auto` keys, from the hidden size of a transformers model.
     sized = any(hasattr(getattr(model, "config", None), name) for name in ("hidden_size", "hidden_sizes"))
     filled = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold") * sized
     for key in [key for key, value in zero.items() if value == "auto" and key not in filled]:

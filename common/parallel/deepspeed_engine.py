@@ -23,7 +23,7 @@ AVERAGE = "average"  # a slot of the optimizer state, so that DeepSpeed gathers 
 
 
 class _NotByElement(TorchFunctionMode):
-    """Notes the functions whose result differs in size from a shard, which has parts of several weights."""
+    """Records the functions whose result differs in size from a shard, which has parts of several weights."""
 
     def __init__(self, sizes: Collection[int]):
         super().__init__()
@@ -46,7 +46,7 @@ class DeepSpeedEngine(Engine):
 
     def __init__(self, setup: Setup, model: Any, optimizer: Any):
         super().__init__(setup, model, optimizer)
-        self._divides = True  # at stage 1 and 2, what the optimizer gets
+        self._divides = True  # whether it divides the optimizer's tensors, at stages 1 and 2
         self._looks = False  # at the gradients of this step, and at what the optimizer computes
         self._not_by_element: set[str] | None = None  # functions in the optimizer's first step
         self._unwatched_step = self._own_optimizer.step
@@ -80,7 +80,7 @@ class DeepSpeedEngine(Engine):
         zero._partition_all_parameters()
         for group in range(len(zero.fp16_groups)):
             zero._reassign_or_swap_out_partitioned_parameters(group)
-        if zero.persistent_parameters:  # small ones, which stay whole
+        if zero.persistent_parameters:  # small weights, which stay whole
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
     def step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
@@ -126,8 +126,8 @@ class DeepSpeedEngine(Engine):
         self._not_by_element = found.names if self._not_by_element is None else self._not_by_element
         for name in sorted(found.names - self._not_by_element):
             raise UsageError(
-                f"the optimizer, or a hook of its step, begins to call {name} with what {self.plan.layout} gives it: a "
-                "part of several weights in one tensor; use --config_file accelerate_configs/ddp.yaml"
+                f"the optimizer, or a hook of its step, begins to call {name} on a tensor of {self.plan.layout}: a "
+                "part of several weights; use --config_file accelerate_configs/ddp.yaml"
             )
         return result
 
@@ -172,7 +172,7 @@ class DeepSpeedEngine(Engine):
         return [(flat, zero.optimizer.state[flat]) for flat in flats]
 
     def load_parts(self, reader: TensorReader) -> None:
-        """Like `Engine.load_parts`, and the weights: in bf16 the engine made its float32 copy from rounded ones."""
+        """Like `Engine.load_parts`, but also the weights: in bf16 the engine copied rounded weights to float32."""
         saved, found = self.saved_tensors(), optimizer_slots(reader)
         weights = {name: weight for name, weight in saved.items() if _is_trained(weight)}
         slots = {f"optimizer.{name}.{slot}": (weights[name], slot) for name in weights for slot in found.get(name, [])}

@@ -52,16 +52,16 @@ def derive(model: nn.Module, forward: Forward, size: int, packs: Sequence[int] =
 
 
 class _Passes:
-    """Passes of a model in which the linear layers return given outputs.
+    """Passes of a model; the linear layers in it return given outputs.
 
-    In the first one, which is traced, they return their outputs plus random numbers: outputs of a pretrained model may
+    In the first pass, which is traced, they return their outputs plus random numbers: outputs of a pretrained model may
     be zeros, which show nothing. Later passes repeat these outputs, or shares of them.
     """
 
     def __init__(self, model: nn.Module, forward: Forward):
         self._forward, self._modules = forward, dict(model.named_modules())
-        self.layers = {name: module for name, module in self._modules.items() if _is_plain(module)}  # the linear ones
-        self.shared = shared_layers(self._modules) & self.layers.keys()  # those that share a weight
+        self.layers = {name: module for name, module in self._modules.items() if _is_plain(module)}  # the linear layers
+        self.shared = shared_layers(self._modules) & self.layers.keys()  # linear layers that share a weight
         self._outputs: dict[Call, Tensor] = {}
         self._sources, self._consumers, self._between = ({name: set[str]() for name in self.layers} for _ in range(3))
         trace, of_layers = OperationTrace(), {weight for layer in self.layers.values() for weight in layer.parameters()}
@@ -104,8 +104,8 @@ class _Passes:
         return taken | {(OUTPUT, index): value for index, value in enumerate(results)}
 
     def pairs(self) -> list[tuple[set[str], set[str]]]:
-        """(columns, rows), those with most weights first. The columns' outputs go only to the rows, which get nothing
-        else. Layers of a kind are together: one may pass on to the next what depends on its heads."""
+        """(columns, rows) pairs, with most weights first. The columns' outputs go only to the rows, which get nothing
+        else. Layers of a kind stay together: one may give the next values that depend on its heads."""
         found, seen = dict[Any, list[tuple[set[str], set[str]]]](), set[str]()
         for start, sources in self._sources.items():
             rows, columns, before = {start}, set(sources), -1
@@ -190,6 +190,6 @@ def _is_plain(module: nn.Module) -> bool:
         return True
     part = {name: each[tuple(slice(size // 2) for size in each.shape)] for name, each in module.named_parameters()}
     given = torch.linspace(-1, 1, part["weight"].shape[1]).to(part["weight"])
-    with suppress(Exception):  # what another pass makes of it
+    with suppress(Exception):  # the pass of a subclass may fail
         return is_same(torch.func.functional_call(module, part, given), F.linear(given, **part))
     return False

@@ -1,8 +1,8 @@
 """Expert parallelism: each process of a group holds some of the experts of each layer, and has its own samples.
 
-Before the experts, the processes of a group gather all their tokens. Each takes those that the router sends to its own
-experts. Then the outputs are summed, and each process gets those of its tokens back. GShard (Lepikhin et al. 2020) and
-DeepSpeed-MoE send each token only where it goes; here no size depends on the router, so that a GPU never waits for one.
+Before the experts, the processes of a group gather all their tokens. Each takes the tokens that the router sends to
+its experts. Then the outputs are summed, and each process gets the outputs of its tokens. GShard (Lepikhin et al. 2020)
+and DeepSpeed-MoE send each token only where it goes. Here no size depends on the router: a GPU never waits for one.
 The traffic is the same if each token has at least as many experts as the group has processes.
 """
 
@@ -87,7 +87,7 @@ def experts_of(model: nn.Module) -> dict[str, Any]:
     return {
         name: module
         for name, module in model.named_modules()
-        if hasattr(module, "is_transposed")  # which their decorator sets
+        if hasattr(module, "is_transposed")  # their decorator sets it
         and all(weight.shape[0] == module.num_experts for weight in module.parameters())
     }
 
@@ -97,11 +97,11 @@ class ExpertGroup:
 
     Args:
         mesh: of the processes, with "replicas" of the group.
-        tensor: those that share each layer, and have the same tokens.
+        tensor: the processes that share each layer and have the same tokens.
     """
 
     def __init__(self, mesh: Any, tensor: TensorGroup | None = None):
-        # This process holds the experts from rank × (experts / size) on.
+        # The first expert of this process is number rank × (experts / size).
         self.size, self.rank = mesh["experts"].size(), mesh.get_local_rank("experts")
         self._group, self._replicas = mesh.get_group("experts"), mesh.get_group("replicas")
         self._tensor, self._num_replicas = tensor, mesh["replicas"].size()

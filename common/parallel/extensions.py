@@ -28,20 +28,20 @@ def extensions_folder() -> Path:
     with suppress(OSError):  # the feature flags of the processor, on Linux
         facts += re.findall(r"^(?:flags|Features)\s*:.*", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[:1]
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
-    name = f"accelerate_recipes_{key}_whole"  # without "whole": named before they were complete
+    name = f"accelerate_recipes_{key}_whole"  # folders without "whole" may be incomplete
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
     return root if root.name == name else root / name
 
 
 def load_extension() -> None:
-    """Loads the extension that DeepSpeed needs on a CPU; compiles it first if necessary. A killed build leaves a mark,
-    for which torch's later builds wait forever: here each has its own folder, which gets its name when complete."""
+    """Loads the extension that DeepSpeed needs on a CPU; compiles it first if necessary. A killed build leaves a lock,
+    and torch's later builds wait for it forever. Here each build has its own folder, renamed when complete."""
     from deepspeed.accelerator import get_accelerator
     from torch.utils.cpp_extension import _import_module_from_library
 
     folder = extensions_folder()
     folder.mkdir(parents=True, exist_ok=True)
-    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)  # of those that DeepSpeed loads itself, too
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)  # also for extensions that DeepSpeed loads itself
     with FileLock(folder / "accelerate_recipes.lock"):
         builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
         if (folder / NAME / f"{NAME}.so").exists():
@@ -49,7 +49,7 @@ def load_extension() -> None:
             builder._loaded_ops[NAME] = _import_module_from_library(NAME, str(folder / NAME), True)
             return
         print("compiling a DeepSpeed extension once (about a minute)", file=sys.stderr, flush=True)
-        for left in folder.glob(f"{BUILDING}*"):  # by a process that was killed
+        for left in folder.glob(f"{BUILDING}*"):  # left by a process that was killed
             shutil.rmtree(left, ignore_errors=True)
         building = tempfile.mkdtemp(prefix=BUILDING, dir=folder)
         with patch_environment(TORCH_EXTENSIONS_DIR=building):

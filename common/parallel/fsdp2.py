@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def check_version(layout: Layout, config: RunConfig) -> None:
-    """Refuses FSDP1, or offloading from a GPU that is not there."""
+    """Refuses FSDP1, or offloading without a GPU."""
     environment = layout.environment
     if not environment.uses("fsdp"):
         return
@@ -76,7 +76,7 @@ def check_layers(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan)
 class Fsdp2(Strategy):
     name = "FSDP2"
     distributed_type = DistributedType.FSDP
-    needs_all_weights = True  # it waits for the gradient of each
+    needs_all_weights = True  # it waits for the gradient of each weight
     frees_weights = True
     launch_checks = (check_version,)
     model_checks = (check_weights, check_layers)
@@ -105,7 +105,7 @@ class Fsdp2(Strategy):
         from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 
         layout, model = grid.layout, part.model
-        # FSDP2 leaves scalars, and what expert parallelism has divided.
+        # FSDP2 leaves out scalars, and weights that expert parallelism has divided.
         axes = {each: each.device_mesh.mesh_dim_names if is_divided(each) else () for each in model.parameters()}
         others = {weight for weight, names in axes.items() if weight.ndim == 0 or "experts" in (names or ())}
         options: dict[str, Any] = {
@@ -122,7 +122,7 @@ class Fsdp2(Strategy):
         if head:  # the backward pass begins with it, before it would be gathered again
             fully_shard(head, **options | {"reshard_after_forward": False})
         fully_shard(part.root, **options)  # the module that runs: it gathers the rest
-        # To `generate`: all processes take as many passes as the longest answer needs.
+        # For `generate`: all processes take as many passes as the longest answer needs.
         model._is_fsdp_managed_module = True  # type: ignore[assignment]
         if hasattr(model, "generate"):
             fsdp.register_fsdp_forward_method(model, "generate")  # it calls an encoder without the model around it

@@ -30,9 +30,9 @@ class Grid:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """{axis: its size}, from the outermost to the innermost, without those of one process; FSDP2 alone has one."""
+        """{axis: its size}, from the outermost to the innermost, without axes of size 1; FSDP2 alone has one axis."""
         layout = self.layout
-        shards = max(1, layout.dp_shard // layout.sp)  # FSDP2 also divides among those that share a sample
+        shards = max(1, layout.dp_shard // layout.sp)  # FSDP2 also divides among processes that share a sample
         replicas = layout.data_parallel_size // shards
         sizes = {"dp_replicate": replicas, "dp_shard": shards, "pp": layout.pp, "sp": layout.sp, "tp": layout.tp}
         return {axis: size for axis, size in sizes.items() if size > 1} or {"dp_shard": shards}
@@ -46,7 +46,7 @@ class Grid:
         return self._patient(init_device_mesh(self.device.type, sizes, mesh_dim_names=names))
 
     def _patient(self, mesh: "DeviceMesh") -> "DeviceMesh":
-        """The mesh, with the timeout of other groups: NCCL's 10 minutes are over before the watchdog acts."""
+        """The mesh, with the timeout of other groups: NCCL's 10 minutes would end before the watchdog acts."""
         for group in mesh.get_all_groups():
             dist.distributed_c10d._set_pg_timeout(collective_timeout(self.hang_timeout), group)
         return mesh
@@ -62,14 +62,14 @@ class Grid:
 
     @cached_property
     def experts(self) -> "DeviceMesh":
-        """The processes that share the experts of each layer, and those that hold the same ones: all with their
+        """The processes that share the experts of each layer, and those that hold the same experts: all with their
         own tokens, which tensor parallelism divides among them."""
         from torch.distributed.device_mesh import DeviceMesh
 
         layout = self.layout
         ranks = numpy.arange(layout.num_processes).reshape(-1, layout.pp, layout.sp * layout.tp).swapaxes(0, 1)
         grid = ranks.reshape(layout.pp, -1, layout.ep)
-        # As lists: of an array that is not contiguous, DeviceMesh takes other ranks (torch 2.13).
+        # As lists: from an array that is not contiguous, DeviceMesh takes the wrong ranks (torch 2.13).
         mesh = self._patient(DeviceMesh(self.device.type, grid.tolist(), mesh_dim_names=("pp", "replicas", "experts")))
         return mesh["replicas", "experts"]
 

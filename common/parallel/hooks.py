@@ -19,14 +19,14 @@ Hook = Callable[[Tensor], Tensor | None]
 
 
 def take_hooks(model: nn.Module, layout: Layout, fallback: str) -> dict[str, list[Hook]]:
-    """{name: hooks} of a model's weights, which lose them. Raises UsageError for hooks whose values would differ."""
+    """Removes the hooks of a model's weights, and returns {name: hooks}. Raises UsageError if values would differ."""
     found: dict[str, list[Hook]] = {}
     for name, weight in model.named_parameters():
         with torch._C.DisableTorchFunctionSubclass():  # a weight on the disk stays there
             has_late = bool(weight._post_accumulate_grad_hooks)
             hooks = [] if layout.num_processes == 1 else [*(weight._backward_hooks or {}).values()]
         if has_late and (layout.num_processes > layout.pp or "FSDP2" in layout.strategies):
-            what = "after its gradient is accumulated, and a process accumulates that of its own micro-batches"
+            what = "after its gradient is accumulated, and a process accumulates only its own micro-batches'"
         elif hooks and layout.sp * layout.ep > 1:
             what = f"whose gradient {layout} divides by tokens"
         else:
@@ -93,7 +93,7 @@ def refuse_numbers_of_shares() -> None:
             frame = sys._getframe(1)
             while frame.f_back and frame.f_globals.get("__name__", "").startswith(("torch.distributed.", "torch._")):
                 frame = frame.f_back
-            reads = "reads a number, with float() or .item(), from a tensor of which this process has a share"
+            reads = "reads a number, with float() or .item(), from a tensor that is divided among processes"
             if not is_own(frame.f_code.co_filename):
                 raise RuntimeError(f"{frame.f_code.co_name} of {frame.f_globals.get('__name__')} {reads}")
             place = f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno},"

@@ -21,14 +21,14 @@ Origins = frozenset[str]  # the operations, and layers, that a tensor comes from
 
 
 class Operations(OperationTrace):
-    """Notes in `found` the operations on the outputs of divided layers, except elementwise ones of these alone."""
+    """Records in `found` the operations on outputs of divided layers, except elementwise ones on only these."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found, self._inside = set[str](), 0
 
     def note(self, what: str, values: Any) -> None:
-        """Notes that something takes these values, if they come from divided layers."""
+        """Records that something takes these values, if they come from divided layers."""
         origins = self.of(tree_leaves(values))
         self.found |= {f"{what} of {' and '.join(sorted(origins))}"} if origins else set()
 
@@ -70,16 +70,16 @@ class Operations(OperationTrace):
         elif not all("(" in each for each in origins) and any(
             each.shape[-1:] == result.shape[-1:] > (1,) and each not in self.origins for each in given
         ):  # what a transpose returns may have another last dimension: T5's biases have keys there
-            self.note(f"{schema.name.removeprefix('aten::')} with a tensor of its own", (args, kwargs))
+            self.note(f"{schema.name.removeprefix('aten::')} with an extra tensor", (args, kwargs))
         self.mark((result, args[:1] if schema.is_mutable else ()), origins)
         return result
 
 
 def watched(engine: Engine, styles: Mapping[str, str]) -> NumberedStep:
     """The `forward_step` of an engine; it raises UsageError if a pass draws random numbers or computes more between
-    divided layers than the first steps did. It watches passes of steps whose result is read, the first one after each
-    step in an evaluation, and those of new shapes; others only for random numbers. `styles`: of the plan, if there is
-    one."""
+    divided layers than the first steps did. It watches passes of steps whose result is read, the first pass after each
+    step in an evaluation, and passes with new shapes; others only for random numbers. `styles`: of the plan, if there
+    is one."""
     forward_step, plan, last = engine.forward_step, engine.plan, [(True, -1)]
     first = dict[bool, int]()  # {whether a pass has gradients: number of the first step with such a pass}
     known, seen, draws = {True: set[str](), False: set[str]()}, set[Any](), set[bool]()
@@ -91,7 +91,7 @@ def watched(engine: Engine, styles: Mapping[str, str]) -> NumberedStep:
         if generator_states(engine.accelerator.device) != states and is_training not in draws:
             if not is_first:
                 raise UsageError(
-                    f"a pass draws random numbers in step {number + 1}, such as dropout, but those of the first steps "
+                    f"a pass draws random numbers in step {number + 1}, such as dropout, but the first steps' passes "
                     f"do not; {plan.layout} divides it",
                     "set dropout to 0, or use --config_file accelerate_configs/fsdp2.yaml",
                 )
@@ -114,8 +114,8 @@ def watched(engine: Engine, styles: Mapping[str, str]) -> NumberedStep:
             known[is_training] |= operations.found if is_first else set()
             for new in sorted(operations.found - known[is_training]):
                 raise UsageError(
-                    f"in step {number + 1} a pass computes {shorten(new, 160, placeholder=' ...')}, of which "
-                    f"{plan.layout} gives a process a share; the first passes, from which the plan was derived, do not",
+                    f"in step {number + 1} a pass computes {shorten(new, 160, placeholder=' ...')}, and "
+                    f"{plan.layout} divides that among processes; the passes of the first steps do not compute it",
                     "use --config_file accelerate_configs/fsdp2.yaml",
                 )
         return values

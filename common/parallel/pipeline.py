@@ -31,7 +31,7 @@ from .strategy import Division, Strategy
 
 
 def check_stages(layout: Layout, config: RunConfig) -> None:
-    """Refuses a config whose number of processes the stages do not divide, or that does not work with stages."""
+    """Refuses stages that do not divide the number of processes, or settings that do not work with stages."""
     others = layout.dp_replicate * layout.sp * layout.tp
     if layout.num_processes % (layout.pp * others):
         raise UsageError(
@@ -53,7 +53,7 @@ def check_schedule(layout: Layout, config: RunConfig) -> None:
     """Refuses a schedule without stages, or one that does not work with another setting."""
     name = config.pipeline_schedule
     if SCHEDULES[name].is_zero_bubble and layout.dp_shard > 1 and gathers_again(layout):
-        # Torch looks for the gradients of the weights that it finds in the module: then not those of the graph.
+        # Torch looks for the gradients of the weights that it finds in the module; the graph then has different ones.
         what = (
             f"--pipeline_schedule {name} loses gradients where FSDP2 frees a layer's weights before the backward pass"
         )
@@ -103,8 +103,8 @@ class PipelineParallel(Strategy):
             processes = [process_of[stage] for stage in cut.stages_of[weight_name]]
             if layout.dp_shard > 1 and len(processes) > len({*processes}):
                 raise UsageError(
-                    f"--pipeline_schedule {name}: two stages of one process need {weight_name}, of which FSDP2 would "
-                    "make two weights",
+                    f"--pipeline_schedule {name}: two stages of one process need {weight_name}, and FSDP2 would "
+                    "make two weights of it",
                     "use --pipeline_schedule 1f1b",
                 )
             held |= {process: held[process] + weight.numel() for process in processes}
@@ -148,9 +148,9 @@ class PipelineEngine(Engine):
         self._unchecked_step = as_numbered_step(setup.forward_step)
         self._used: dict[str, bool] | None = None  # whether the weights here that other stages share got a gradient
         self._never_used = set[str]()
-        self._with_gradients: list[bool] = []  # of the weights here, those that get one
+        self._with_gradients: list[bool] = []  # for each weight here, whether it gets a gradient
         self._metric_names: list[str] | None = None  # from the first step on
-        copies = *(stage.model for stage in self.stages.values()), self._entry  # with which a pass may be called
+        copies = *(stage.model for stage in self.stages.values()), self._entry  # a pass may be called with these
         self._hooks = forward_hooks(copies)
         self._num_hooks = sum(map(len, self._hooks)), num_hooks(self._hooks)
         named = chain.from_iterable(stage.model.named_parameters() for stage in self.stages.values())
@@ -181,7 +181,7 @@ class PipelineEngine(Engine):
             compile_if_asked(stage, setup.plan, stage.layers)
             division.apply(Part(stage.model, stage))
         division.apply(Part(self._entry, self._entry), weights=False)
-        for part in (*(stage.model for stage in stages.values()), self._entry):  # adds mixed precision alone
+        for part in (*(stage.model for stage in stages.values()), self._entry):  # adds only mixed precision
             setup.accelerator.prepare_model(part, device_placement=False, evaluation_mode=True)
         for stage in stages.values():
             stage.name_all()
@@ -193,7 +193,7 @@ class PipelineEngine(Engine):
 
     def _refuse_new_hooks(self) -> None:
         num_all, num_of_recipe = self._num_hooks
-        if sum(map(len, self._hooks)) != num_all and num_hooks(self._hooks) != num_of_recipe:  # usually the cheap one
+        if sum(map(len, self._hooks)) != num_all and num_hooks(self._hooks) != num_of_recipe:  # the first test is cheap
             raise UsageError(
                 "a hook was registered on a module of the model, or removed, after fit began: a pipeline runs copies "
                 "of the model, and not all of them got it",
@@ -271,7 +271,7 @@ class PipelineEngine(Engine):
     @torch.no_grad()
     def _shape_of(self, batch: Batch, number: int, index: int | None = None) -> Shape:
         """Shape and type of the hidden states of a batch, from a pass up to the first layer: a recipe may cut a batch
-        by its content, the step or at random. With an index, of a micro-batch, it draws what the pass will draw."""
+        by its content, the step or at random. With the index of a micro-batch, it draws what the pass will draw."""
         if index is not None:
             self._seed(number, index)
         self._entry.train(self.model.training)
@@ -300,8 +300,8 @@ class PipelineEngine(Engine):
         return {first: held[name] for first, name in names.items() if name in held and held[name].requires_grad}
 
     def _sum_over_replicas(self) -> None:
-        """Sums the gradients over the replicas. Raises UsageError if these do not have gradients of the same weights in
-        each step: they would add those of different weights."""
+        """Sums gradients over the replicas. Raises UsageError if these do not have gradients of the same weights in
+        each step: they would add gradients of different weights."""
         weights = self._updated_tensors()
         own = [weight.grad is not None for weight in weights]
         if self._replicas and not self._with_gradients:  # in the first step
@@ -316,7 +316,7 @@ class PipelineEngine(Engine):
                 request.wait()
 
     def _in_any(self, own: list[bool], groups: Sequence[Any]) -> list[bool]:
-        """Which of these are true in any process of the groups."""
+        """For each of these, whether it is true in any process of the groups."""
         if not own:
             return own
         found = torch.tensor(own, dtype=torch.uint8, device=self.device)

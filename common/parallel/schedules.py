@@ -19,7 +19,7 @@ class Schedule:
     """A schedule of torch.distributed.pipelining."""
 
     kind: str  # its class there
-    per_process: int = 1  # how many stages a process has: every so many
+    per_process: int = 1  # how many stages a process has, at equal distances
     # A process has stage s and the stage equally far from the end. A backward pass has two parts: for the hidden
     # states, which others wait for, and later for the weights.
     is_zero_bubble: bool = False
@@ -51,7 +51,7 @@ class Cost:
 
 
 def cost(name: str, size: int, num_micro_batches: int) -> Cost:
-    """The cost of a schedule of `SCHEDULES` for a pipeline of `size` processes, each with a micro-batch at least. The
+    """The cost of a schedule of `SCHEDULES` for a pipeline of `size` processes, each with at least one micro-batch. The
     test compares these formulas with torch's own lists of actions."""
     number, later = num_micro_batches, range(size, 0, -1)  # for each process, itself and those after it
     if name == "1f1b":
@@ -74,7 +74,7 @@ def shortest(name: str, size: int, num_micro_batches: int) -> tuple[int, int]:
 
 @contextmanager
 def its_cause() -> Iterator[None]:
-    """Raises the cause of an error of torch's pipelines, which has no message of its own, and a log of the schedule."""
+    """Raises the cause of an error of torch's pipelines: their error has only a log of the schedule, and no message."""
     logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)
     try:
         yield
@@ -83,7 +83,7 @@ def its_cause() -> Iterator[None]:
 
 
 def _passing_stage() -> Any:
-    """Stages that know each micro-batch's shape, and keep what they receive while they need it. For torch 2.11, too."""
+    """Stages that know each micro-batch's shape, and keep what they receive while they need it. Also for torch 2.11."""
     from torch.distributed.pipelining import PipelineStage  # the import takes a second
 
     class PassingStage(PipelineStage):
@@ -97,7 +97,7 @@ def _passing_stage() -> Any:
             return torch.empty(shape, dtype=dtype, device=self.device)
 
         def _get_init_p2p_neighbors_ops(self) -> Any:
-            # Not those of torch 2.11 from a process to itself, which gloo does not know.
+            # Leaves out torch 2.11's operations from a process to itself, which gloo does not support.
             return [each for each in super()._get_init_p2p_neighbors_ops() if each.group_peer != self.group_rank]
 
         def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
@@ -121,7 +121,7 @@ def _passing_stage() -> Any:
                 super().backward_one_chunk(bwd_chunk_id, *args, **options)
             received = *self.args_recv_info.get(bwd_chunk_id, ()), *self.grad_recv_info.get(bwd_chunk_id, ())
             for each in received:
-                each.buffer = torch.empty(0)  # torch keeps it to the next step, and 2.11 takes no None
+                each.buffer = torch.empty(0)  # torch keeps it until the next step, and 2.11 refuses None
             gradients = self.bwd_cache.get(bwd_chunk_id, ())
             if not self.is_first and gradients[:1] == (None,):  # the loss does not depend on it
                 self.bwd_cache[bwd_chunk_id] = (torch.zeros_like(self.room(bwd_chunk_id)),)
@@ -133,10 +133,10 @@ def make_steps(
     schedule: Schedule, size: int, roots: Mapping[int, nn.Module], device: torch.device, group: Any
 ) -> Callable[[Sequence[Shape], Before], None]:
     """A function that takes a step's passes through the stages of a pipeline of `size` processes. It gets the shape and
-    type of each micro-batch's hidden states, and what is called before each pass. `roots`: {stage: module} here."""
+    type of each micro-batch's hidden states, and a function to call before each pass. `roots`: {stage: module} here."""
     from torch.distributed import pipelining
 
-    # Torch would take a whole step more to find a shape, and let it be the only one.
+    # Torch would take an extra step to find a shape, and then allow only this one.
     one, kind = torch.empty(1, device="meta", requires_grad=True), _passing_stage()
     num_stages = size * schedule.per_process
     own: Any = [kind(root, index, num_stages, device, one, one, group=group) for index, root in roots.items()]
@@ -148,7 +148,7 @@ def make_steps(
         for stage in own:
             stage.shapes, stage.before, stage._runtime_validate = shapes, before, False
         number = len(shapes)
-        first = [torch.zeros(number, device=device)] * (0 in roots)  # their number, no more
+        first = [torch.zeros(number, device=device)] * (0 in roots)  # only their number matters
         made(number).step(*first, target=torch.arange(number), losses=[], return_outputs=False)
 
     return take

@@ -18,7 +18,7 @@ from .strategy import Strategy
 
 
 def check_layers(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-    """Refuses a model that cannot divide samples, or not by this number. Tensor parallelism also divides the heads."""
+    """Refuses a model that cannot divide samples, or not by this size. Tensor parallelism also divides the heads."""
     divider = divider_of(model, plan.layout.sp)
     if plan.layout.tp > 1:
         try:
@@ -68,7 +68,7 @@ class SequenceGroup:
         return all_to_all_single_autograd(parts.contiguous(), None, None, self._group).movedim(0, 2).flatten(2, 3)
 
     def total(self, own: Tensor) -> Tensor:
-        """The sum of a value over the group, in each process. Its gradient is that of this process's share."""
+        """The sum of a value over the group, in each process. Its gradient is the gradient of this process's share."""
         whole = own.detach().clone()
         dist.all_reduce(whole, group=self._group)
         return own + (whole - own.detach())
@@ -85,7 +85,7 @@ class DividesSequences(Protocol):
 
 
 def divider_of(model: nn.Module, size: int) -> DividesSequences:
-    """The object that divides the sequences of a model, or of one inside. Raises UsageError if `size` does not work."""
+    """The object that divides the sequences of a model, or of one in it. Raises UsageError if `size` does not work."""
     found: list[Any] = [module.sequence_parallel for module in model.modules() if hasattr(module, "sequence_parallel")]
     if not found:
         raise UsageError(

@@ -8,14 +8,14 @@ from ..layout import Layout
 from .stages import is_absent
 
 BY_CLASSES = (
-    "layers are gathered by their classes: those of fsdp_transformer_layer_cls_to_wrap, or else of the model's "
+    "FSDP gathers layers by class: the classes in fsdp_transformer_layer_cls_to_wrap, or else in the model's "
     "_no_split_modules"
 )
 
 
 def without_effect(policy: object, min_num_params: object) -> list[str]:
     """The keys of fsdp_config that choose layers differently, from the values of its fsdp_auto_wrap_policy and
-    fsdp_min_num_params: None if it has none, but Accelerate's launcher makes 100,000,000 of the latter."""
+    fsdp_min_num_params: None if it has none, but Accelerate's launcher sets the latter to 100,000,000."""
     is_set = str(min_num_params) not in ("None", "", "100000000")
     return ["fsdp_auto_wrap_policy"] * (policy in ("NO_WRAP", "SIZE_BASED_WRAP")) + ["fsdp_min_num_params"] * is_set
 
@@ -31,9 +31,9 @@ def offloads(layout: Layout) -> bool:
 
 
 def sharded_layers(model: nn.Module, layout: Layout) -> list[nn.Module]:
-    """The layers that FSDP gathers one at a time: their classes are those that the config file names, else those in
+    """The layers that FSDP gathers one at a time: the config file names their classes, or else
     `_no_split_modules`. A class is left out if one of its layers shares a weight with a module outside: its weights
-    stay with the rest of the model. A layer comes after those inside it, as torch's `fully_shard` needs."""
+    stay with the rest of the model. A layer comes after the layers inside it, as torch's `fully_shard` needs."""
     classes = named_classes(model, layout)
     while apart := {
         type(layer).__name__
@@ -55,7 +55,7 @@ def classes_in_the_file(layout: Layout) -> list[str]:
 
 
 def named_classes(model: nn.Module, layout: Layout) -> set[str]:
-    """The classes of layers that the config file names, else those in `_no_split_modules`."""
+    """The classes of layers that the config file names, or else the classes in `_no_split_modules`."""
     return set(classes_in_the_file(layout) or getattr(model, "_no_split_modules", None) or [])
 
 
@@ -77,7 +77,7 @@ def places_of(model: nn.Module, classes: Container[str]) -> dict[nn.Parameter, s
 
 def ends_of(model: nn.Module, layers: Sequence[nn.Module]) -> tuple[list[nn.Module], list[nn.Module]]:
     """(the input embedding, the last norm and the head) of a transformers model, outside of layers. FSDP gathers
-    them separately, so that none is held for the whole step; none if they share a weight, like tied embeddings."""
+    them separately, so that it holds none for the whole step; none if they share a weight, like tied embeddings."""
     inside = {module for layer in layers for module in layer.modules()}
     outside = [module for module in model.modules() if module not in inside]
     weights = [weight for module in outside for weight in module.parameters(recurse=False)]

@@ -1,5 +1,5 @@
 """A stage of a pipeline runs the recipe's own forward_step: its first layer gets the hidden states that the stage
-before it sent, and the pass is left before the first layer of the next stage."""
+before it sent, and the pass ends before the first layer of the next stage."""
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -51,7 +51,7 @@ def _leave(*args: Any, **named: Any) -> Tensor:
 
 
 def leave_before_layers(run: Run, model: nn.Module, is_entry: bool = False) -> Tensor:
-    """The hidden states with which a pass reaches the layers after those of a stage, or of an entry."""
+    """The hidden states that a pass brings to the layers after a stage, or after an entry."""
     try:
         with in_front(Absent.in_front or is_entry):
             run(model)
@@ -77,7 +77,7 @@ class _StageOnly(TorchDispatchMode):
             (group,) = (each for argument, each in objects if "ProcessGroup" in str(argument.type))
             if not self._ranks.issuperset(dist.get_process_group_ranks(dist.ProcessGroup.unbox(group))):
                 raise UsageError(
-                    "forward_step calls a collective of all processes, and those of other stages do not call it: "
+                    "forward_step calls a collective of all processes, and other stages' processes do not call it: "
                     f"return the values as metrics, which are means over all processes, or use {FALLBACK}"
                 )
         return function(*args, **(kwargs or {}))
@@ -85,7 +85,7 @@ class _StageOnly(TorchDispatchMode):
 
 def in_one_stage(forward_step: NumberedStep, ranks: Collection[int]) -> NumberedStep:
     """A `forward_step` whose first pass in training and in evaluation raises UsageError if it exchanges values with
-    others than these processes, which have the same stages."""
+    processes other than these, which have the same stages."""
     seen = set[bool]()
 
     def first_passes_watched(model: Any, batch: Batch, number: int) -> Any:
@@ -100,7 +100,7 @@ def in_one_stage(forward_step: NumberedStep, ranks: Collection[int]) -> Numbered
 class Stage(nn.Module):
     """A range of the layers of a model, and what runs before or after all of them.
 
-    Layers of other stages keep their place and class and lose their weights. Those before this stage return tensors
+    Layers of other stages keep their place and class and lose their weights. Layers before this stage return tensors
     without values, except the last of them, which returns what `forward` got; the layer after this stage ends the pass.
     Before the first layer, weights of other stages have no values either: the results are replaced. The model is
     changed in place.
@@ -127,7 +127,7 @@ class Stage(nn.Module):
                 nothing = partial(_nothing, name)
                 forward = _leave if number >= stop else self._give if number == start - 1 else nothing
                 _make_absent(name, layer, partial(self._in_its_pass, name, forward), cut, here, device)
-        self._absent: list[tuple[dict[str, Any], str, Absent]] = []  # (a module's weights, a name, what stands there)
+        self._absent: list[tuple[dict[str, Any], str, Absent]] = []  # (a module's weights, a name, its placeholder)
         for name in (name for name, stages in cut.stages_of.items() if index not in stages):
             owner, _, key = name.rpartition(".")
             module = model.get_submodule(owner)
@@ -138,15 +138,15 @@ class Stage(nn.Module):
                 module._of_another_stage = not any(True for _ in module.parameters())  # type: ignore[assignment]
 
     def forward(self, received: Tensor) -> Any:
-        """What `run` returns, in the last stage; in others the hidden states with which the pass leaves this stage.
-        `received` are those with which it enters, but the first. Raises UsageError if the pass needs more."""
+        """In the last stage, what `run` returns; in others, the hidden states with which the pass leaves this stage.
+        `received`: those with which it enters, except in the first. Raises UsageError if the pass needs more."""
         self._received, self._num_given, self._has_gradients = received, 0, torch.is_grad_enabled()
         Stage.running, self._states, self._returned = self, None, None
         with in_front(bool(self._before)):
             values = self.run(self.model) if self.is_last else leave_before_layers(self.run, self.model)
         if self._returned is not None and (self._returned is not values or values._version != self._version):
             raise _other_path("changes the hidden states between two layers")  # both stages would do it
-        self._returned = None  # torch may exchange a tensor to which nothing else refers
+        self._returned = None  # torch may exchange a tensor that nothing else refers to
         if self._before and self._num_given != 1:
             raise _other_path(f"calls {self._before} {self._num_given} times")
         if self.others and torch.is_grad_enabled():
@@ -173,7 +173,7 @@ class Stage(nn.Module):
             weights[key] = placeholder
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The weights of this stage, for which the schedules of torch look in the graph."""
+        """The weights of this stage, which torch's schedules look for in the graph."""
         return (weight for weight in super().parameters(recurse) if not isinstance(weight, Absent))
 
     def _before_layers(self, *args: Any) -> None:
@@ -192,7 +192,7 @@ class Stage(nn.Module):
         self._num_given += 1
         if torch.is_grad_enabled() != self._has_gradients:
             raise _other_path(f"calls {self._before} without a gradient")
-        return self._received.clone()  # a layer may change it in place, which torch refuses of what it differentiates
+        return self._received.clone()  # a layer may change it in place, which torch forbids for what it differentiates
 
 
 def draws(name: str) -> UsageError:
@@ -205,8 +205,8 @@ def draws(name: str) -> UsageError:
 
 def _other_path(what: str) -> UsageError:
     return UsageError(
-        f"a pass of forward_step {what}, where the pipeline was cut by passes that call each layer once, with what the "
-        "layer before returned",
+        f"a pass of forward_step {what}, but the pipeline was cut by passes that call each layer once, on the "
+        "output of the layer before",
         f"use {FALLBACK}",
     )
 
@@ -234,7 +234,7 @@ def entry_of(
 
 
 def forward_hooks(models: Iterable[nn.Module]) -> list[dict[int, Any]]:
-    """Where the hooks of forward passes of these models are, and those of all modules."""
+    """The dicts with the forward hooks of these models, and with the global ones."""
     modules = {module for model in models for module in model.modules()}
     found = [getattr(module, kind) for module in modules for kind in ("_forward_pre_hooks", "_forward_hooks")]
     return [*found, nn.modules.module._global_forward_pre_hooks, nn.modules.module._global_forward_hooks]
@@ -269,7 +269,7 @@ def _make_absent(
     if hasattr(layer, "gradient_checkpointing"):  # of transformers: there is nothing to compute again
         layer.gradient_checkpointing = False  # type: ignore[assignment]
     layer._compiled_call_impl = None
-    # Not `forward`, around which hooks are called. In the form in which the layer returned them:
+    # Not `forward`: hooks run around it. Returns them in the form that the layer used:
     layer._call_impl = lambda *args, **named: (  # type: ignore[method-assign]
         (forward(*args, **named), *[None] * (num_outputs - 1)) if num_outputs else forward(*args, **named)
     )
@@ -278,7 +278,7 @@ def _make_absent(
 def copied(model: nn.Module, layers: Iterable[nn.Module] = ()) -> nn.Module:
     """A copy of a model, with the same weights, and its own buffers: each stage changes those that it holds. Only
     one stage runs each of the `layers`: those keep their buffers."""
-    # Nor other tensors: a hook computes some anew in each pass, as the old weight norm does, which deepcopy refuses.
+    # Shares other tensors, too: hooks, such as the old weight norm's, compute some anew, and deepcopy refuses those.
     others = [each for module in model.modules() for each in vars(module).values() if isinstance(each, Tensor)]
     others += [buffer for layer in layers for buffer in layer.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *others)})

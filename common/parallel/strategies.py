@@ -25,8 +25,8 @@ from .sequence import SEQUENCE
 from .strategy import Division, ModelCheck, Strategy
 from .tensor import TENSOR, average_whole_weights
 
-# One line each. In a layout, the first one that can wrap a model wraps it; and they divide it in this order: each one
-# divides the parts that those before it leave.
+# One line each. In a layout, the first one that can wrap a model wraps it. They divide it in this order: each one
+# divides the parts that the ones before it leave.
 STRATEGIES: tuple[Strategy, ...] = (
     PIPELINE,
     DEEPSPEED,
@@ -82,7 +82,7 @@ def model_checks(layout: Layout) -> list[ModelCheck]:
 
 
 def check_trainable(setup: Setup) -> Setup:
-    """The setup, with what the strategies of the layout need to know of the model. Raises UsageError for a model or an
+    """The setup, with what the layout's strategies need to know about the model. Raises UsageError for a model or an
     optimizer that the run's layout cannot train, or whose result would differ from one process."""
     for check in model_checks(setup.plan.layout):
         check(setup.model, setup.optimizer, setup.plan)
@@ -90,7 +90,7 @@ def check_trainable(setup: Setup) -> Setup:
 
 
 def with_plans(setup: Setup) -> Setup:
-    """A collective: the setup, with how the layout divides the model, as the main process finds. Raises UsageError."""
+    """A collective: the setup, with the main process's plan of how the layout divides the model. Raises UsageError."""
     layout = setup.plan.layout
     plans = {each.name: each.plan for each in strategies_of(layout) if type(each).plan is not Strategy.plan}
     if not plans:
@@ -101,11 +101,11 @@ def with_plans(setup: Setup) -> Setup:
             found = {name: plan(setup) for name, plan in plans.items()}
         except UsageError as error:
             found = error
-        except Exception as error:  # the run of one process will show whether it has it, too
+        except Exception as error:  # the run of one process will show whether it also has this error
             what = f"{layout} cannot divide {type(setup.model).__name__}: {line_of(error)}"
             found = UsageError(what, f"use {main_strategy(layout).fallback}")
         if setup.accelerator.device.type != "cpu":
-            torch.get_device_module(setup.accelerator.device).empty_cache()  # of passes of the whole model
+            torch.get_device_module(setup.accelerator.device).empty_cache()  # after passes of the whole model
     found = CpuGroup(setup.plan.config.hang_timeout).broadcast(found)
     if isinstance(found, UsageError):
         raise found

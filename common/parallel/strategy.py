@@ -34,11 +34,11 @@ class Strategy:
     distributed_type: ClassVar[DistributedType | None] = None  # of Accelerate, if it has one for this strategy
     needs_all_weights: ClassVar[bool] = False  # whether each forward pass must use all weights
     takes_means: ClassVar[bool] = False  # whether the model's wrapper averages gradients instead of summing them
-    frees_weights: ClassVar[bool] = False  # whether a backward pass frees those that it has gathered
+    frees_weights: ClassVar[bool] = False  # whether a backward pass frees the weights that it has gathered
     rounds_weights: ClassVar[bool] = False  # whether the weights begin with the bits of the config's precision
     takes_fp16: ClassVar[bool] = True  # whether it knows the loss scaling of fp16
     of_weights: ClassVar[bool] = True  # whether it divides weights, and not only what a pass computes
-    # They raise UsageError for a launch that cannot work, and for a model or optimizer that this strategy cannot train
+    # Checks that refuse a launch that cannot work, and for a model or optimizer that this strategy cannot train
     # with the result of one process.
     launch_checks: ClassVar[tuple[LaunchCheck, ...]] = ()
     model_checks: ClassVar[tuple[ModelCheck, ...]] = ()
@@ -69,11 +69,11 @@ class Strategy:
         """Called when the processes have joined."""
 
     def plan(self, setup: Setup) -> Any:
-        """What `divide` needs to know about the whole model, which `model_checks` accepted. Only the main process
+        """The facts for `divide` about the whole model, which `model_checks` accepted. Only the main process
         calls it. Raises UsageError if this strategy cannot divide it."""
 
     def divide(self, part: Part, plan: Any, grid: Grid) -> None:
-        """Divides what this process runs of the model in place. Its weights may still be on the meta device."""
+        """Divides in place what this process runs of the model. Its weights may still be on the meta device."""
 
     def wrap(self, setup: Setup, division: "Division") -> Engine:
         """Divides the model, which `check_trainable` has accepted; wraps it and the optimizer into an engine."""

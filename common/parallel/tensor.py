@@ -45,7 +45,7 @@ class TensorParallel(Strategy):
 
     def plan(self, setup: Setup) -> Mapping[str, str]:
         model, layout, why = setup.model, setup.plan.layout, "not in the plan"
-        # FSDP2, a pipeline and expert parallelism know one range of a weight.
+        # FSDP2, a pipeline and expert parallelism handle only one range of a weight.
         packs = layout.num_processes == layout.tp and layout.ep == 1
         which = f"the tp_plan of {type(model).__name__}"
         plan, why_not = shipped_plan(model, layout.tp, packs)
@@ -78,7 +78,7 @@ class TensorParallel(Strategy):
         model, plan = setup.model, setup.plan
         compile_if_asked(model, plan, sharded_layers(model, plan.layout) if plan.layout.dp_shard > 1 else ())
         division.apply(Part(model, model))
-        # As for evaluation, so that Accelerate adds mixed precision alone. For training it would wrap the model in DDP.
+        # As for evaluation, so that Accelerate adds only mixed precision. For training it would wrap the model in DDP.
         return Engine(setup, setup.accelerator.prepare_model(model, evaluation_mode=True))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 # The styles of transformers' `tp_plan` for a linear layer: colwise shards the outputs, rowwise the inputs. {style: what
-# a process does with what the layer is given, and with what it returns}, functions of TensorGroup.
+# a process does with the layer's input, and with its output}, functions of TensorGroup.
 ENDS = {
     "colwise": ("copy_once", "keep"),
     "rowwise": ("keep", "sum"),
@@ -27,7 +27,7 @@ NUMBER = "number"  # of a derived plan: an attribute of a module, such as a numb
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a plain Linear, Embedding or Conv1D: with its class's pass, and a weight that is stored."""
+    """Whether a module is a plain Linear, Embedding or Conv1D: with the pass of its class, and a stored weight."""
     usual = isinstance(module, nn.Linear | nn.Embedding) or is_conv1d(module)
     dims = {name: weight.ndim for name, weight in module.named_parameters()}
     return usual and "forward" not in vars(module) and dims in ({"weight": 2}, {"weight": 2, "bias": 1})
@@ -73,7 +73,7 @@ def what_is_divided(model: nn.Module, size: int, plan: Mapping[str, str], why: s
     by_size = sorted(kinds.items(), key=lambda item: -sum(linear[name] for name in item[1]))
     largest = [f"{kind if len(names) > 1 else names[0]} ({why})" for (kind, why), names in by_size[:3]]
     which = ", ".join([*largest, *["others"] * (len(kinds) > 3)])
-    return f"{line} among {size} processes{f'; whole are {which}' * bool(kinds)}"
+    return f"{line} among {size} processes{f'; these stay whole: {which}' * bool(kinds)}"
 
 
 def shipped_plan(model: nn.Module, size: int, packs: bool = True) -> tuple[dict[str, str], str]:
@@ -89,7 +89,7 @@ def shipped_plan(model: nn.Module, size: int, packs: bool = True) -> tuple[dict[
 
 
 def _resolve(model: Any, plan: Mapping[str, str], size: int, packs: bool) -> dict[str, str]:
-    """What a plan divides. Raises ValueError: it does not fit the model; the message says why."""
+    """The layers that a plan divides. Raises ValueError if it does not fit the model; the message says why."""
     is_transformers = hasattr(model, "config") and hasattr(model, "base_model_prefix")
     config: Any = model.config.get_text_config() if is_transformers else getattr(model, "config", None)
     for key in ("num_attention_heads", "num_key_value_heads"):

@@ -41,7 +41,7 @@ def gather(values: Tensor, size: int, group: str) -> Tensor:
 
 
 def sum_scattered(values: Tensor, size: int, group: str) -> Tensor:
-    """The sum over the processes of a group, of which each gets its part of dimension 0."""
+    """The sum over the processes of a group; each process gets its part of dimension 0."""
     return COLLECTIVES.wait_tensor(COLLECTIVES.reduce_scatter_tensor(values.contiguous(), "sum", size, group))
 
 

@@ -27,13 +27,13 @@ PREVIOUS = "previous"  # keeps what this run replaces until this run is done
 SHARED_FOLDER_S = 10  # longest wait for a network file system to show a new file
 TRAINED = "trained"  # in the card of a run that is done, but whose recipe failed after it
 _over: list[Path] = []  # the folders of the runs of this process that are done
-STARTS_OVER = "starts_over"  # this file marks all in the folder as an earlier run's, which a new run replaces
+STARTS_OVER = "starts_over"  # this file marks the folder's content as an earlier run's, which a new run replaces
 
 
 class OutputDir:
     """The folder of a run. One run owns it at a time; the main process holds the lock.
 
-    What happens to the files of an earlier run:
+    The files of an earlier run:
 
     | the folder holds | flags | the run |
     | --- | --- | --- |
@@ -75,7 +75,7 @@ class OutputDir:
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if is_silent := isinstance(error, SystemExit) and not error.code:  # its exit code says that all is done
-            error = UsageError("the recipe called sys.exit() during the run: remove that call, else it has no model")
+            error = UsageError("the recipe called sys.exit() during the run, before it had a model: remove that call")
         if error is None:
             _over.append(self.path)
         else:
@@ -93,7 +93,7 @@ class OutputDir:
             raise error from None
 
     def write_card(self, card: dict[str, Any]) -> None:
-        """Writes the run card. The folder is then this run's; one that is done replaces what was there before."""
+        """Writes the run card. The folder then belongs to this run; a run that is done replaces what was there."""
         self.card = card
         replace_card(self.path, card)
         self._unmark()
@@ -139,7 +139,7 @@ class OutputDir:
         """Locks the folder. Raises UsageError if that is impossible, or like `_check_earlier`."""
         resumed = self.config.resume_from_checkpoint
         if resumed not in (None, "latest") and not Path(resumed).is_dir():
-            raise UsageError(f"--resume_from_checkpoint {resumed}: no checkpoint there; use latest or a path to one")
+            raise UsageError(f"--resume_from_checkpoint {resumed}: no checkpoint there; use latest or the path of one")
         try:
             if not self.path.is_dir():
                 self.path.mkdir(parents=True, exist_ok=True)
@@ -241,7 +241,7 @@ def fail_after_run(failure: Failure) -> None:
 
 
 def starts_over(output_dir: Path) -> bool:
-    """Whether a new run replaces what is in the folder, and was interrupted before it had begun."""
+    """Whether a new run replaces the content of the folder, and was interrupted before it had begun."""
     return (output_dir / STARTS_OVER).exists()
 
 

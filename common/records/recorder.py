@@ -149,7 +149,7 @@ class Recorder:
             self.training()
 
     def flush(self) -> None:
-        """Writes the records to the disk: a checkpoint that survives a power loss needs those before it."""
+        """Writes the records to the disk: a checkpoint that survives a power loss needs the records before it."""
         if self.accelerator.is_main_process:
             self._metrics.flush()
 

@@ -1,4 +1,4 @@
-"""The run card, run.json: how and on what the run was started, and how it ended."""
+"""The run card, run.json: the command and the machine of a run, and how it ended."""
 
 import json
 import os
@@ -58,8 +58,8 @@ def launch_command() -> str:
     with suppress(psutil.Error):
         parent = psutil.Process().parent()
         words = parent.cmdline() if parent else []
-        if len(words) > len(sys.argv) and words[-len(sys.argv) :] == sys.argv:  # else the parent is a shell
-            is_module = words[1].startswith("-")  # python -m torch.distributed.run; else the path of a command
+        if len(words) > len(sys.argv) and words[-len(sys.argv) :] == sys.argv:  # otherwise the parent is a shell
+            is_module = words[1].startswith("-")  # python -m torch.distributed.run; otherwise the path of a command
             return shlex.join(["python", *words[1:]] if is_module else [Path(words[1]).name, *words[2:]])
     return shlex.join(["python", *sys.argv])
 

@@ -16,7 +16,7 @@ TOTAL_WEIGHT = "weight of the samples"  # a key next to the names of metrics
 
 @dataclass
 class RunningSums:
-    """What happened since the last training record. Checkpoints hold its sums."""
+    """The steps since the last training record. Checkpoints hold their sums."""
 
     num_taken: int = 0  # optimizer steps
     seconds: float = 0.0  # their training time

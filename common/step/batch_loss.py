@@ -24,7 +24,7 @@ MOST_DIFFERENCE = 0.02  # between the values of the two passes, relative to thei
 
 @dataclass(frozen=True)
 class Share:
-    """What the loss of the global batch means for one micro-batch."""
+    """One micro-batch's share in the loss of the global batch."""
 
     metrics: Values  # what `batch_loss` returned for its samples, without a graph
     values: Values  # of `forward_step` in the first pass
@@ -57,7 +57,7 @@ class BatchLoss:
     def __call__(self, values: Values, step: int) -> Values:
         """The metrics of the samples with these values, (samples, ...), each of shape (samples,). Raises UsageError for
         other shapes. `step`: number of the optimizer step, or EVALUATION; random numbers are a function of it."""
-        given = {name: value.clone() for name, value in values.items() if name != SAMPLE_WEIGHT}  # it may write them
+        given = {name: value.clone() for name, value in values.items() if name != SAMPLE_WEIGHT}  # it may change them
         with restore_generators(self.device):
             seed_forward(self.plan.config.seed, step, COMPARISON, self.device)
             metrics = self.function(given)

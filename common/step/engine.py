@@ -40,8 +40,8 @@ class StepResult:
     """The result of one optimizer step in this process. Tensors stay on the device: reading them would stall it."""
 
     losses: list[Tensor]  # for each micro-batch, the sum of weight × loss over this process's samples, 0-dim
-    weight: Tensor | float  # sum of those of this process's samples; their number if a batch has no "weight"
-    grad_norm: Tensor | float | None  # L2, of the whole model for the global batch, before clipping; None: not asked
+    weight: Tensor | float  # sum of the weights of this process's samples; their number if a batch has no "weight"
+    grad_norm: Tensor | float | None  # L2, of the whole model for the global batch, before clipping; None: not needed
     skipped: bool = False  # whether the loss scaler found an overflow and left the weights unchanged
     # for each micro-batch, the other metrics of `forward_step`, each times the sample's weight, of shape (micro_batch,)
     metrics: list[dict[str, Tensor]] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Engine:
     """Takes optimizer steps with the model and optimizer that a strategy has wrapped, and gives checkpoints and exports
     their state. DeepSpeed updates the weights by itself; a pipeline takes the passes of a step in a different order."""
 
-    row: int | None = None  # of the micro-batch whose forward pass began last, among those of all processes
+    row: int | None = None  # of the micro-batch whose forward pass began last, counted over all processes
 
     def __init__(
         self, setup: Setup, model: nn.Module, optimizer: AcceleratedOptimizer | torch.optim.Optimizer | None = None
@@ -64,7 +64,7 @@ class Engine:
         forward_step, self.batch_loss = setup.check_functions(model)
         self.forward_step = forward_step if setup.watched is None else setup.watched(forward_step)
         layout = self.plan.layout
-        self._divides = layout.dp_shard * layout.tp * layout.pp * layout.ep > 1  # the weights
+        self._divides = layout.dp_shard * layout.tp * layout.pp * layout.ep > 1  # whether the layout divides weights
         self.shares: list[Share] = []  # of this process's micro-batches, of the last step with a first pass
         # Called in each step when the gradients are complete, before anything reads or clips them.
         self.after_backward: list[Callable[[], None]] = []
@@ -168,7 +168,7 @@ class Engine:
         if "weight" not in micro_batches[0]:
             return self._mean_scale, plan.config.batch_size / layout.data_parallel_size
         weight = torch.stack([batch["weight"].sum() for batch in micro_batches]).sum()
-        # Of the processes with the same samples, the first one counts them.
+        # Among processes with the same samples, the first one counts them.
         total = self.accelerator.reduce(weight * (layout.rank % layout.model_parallel_size == 0), "sum")
         # With a total of 0 the losses are 0; divided by it, they would be NaN.
         return self._num_averaged / total.where(total > 0, 1), weight
@@ -272,7 +272,7 @@ class Engine:
         shards: list[Shard] = []
         for name, tensor in self.saved_tensors().items():
             holders = self.holders(name)
-            # Buffers may differ between processes: DDP uses those of the first.
+            # Buffers may differ between processes: DDP uses the first process's.
             shards += shards_of(f"model.{name}", tensor, holders, of_first=not isinstance(tensor, nn.Parameter))
             for slot, value in self._own_optimizer.state.get(tensor, {}).items():
                 if value is not None and not isinstance(value, Tensor):

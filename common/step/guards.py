@@ -77,7 +77,7 @@ def knows_what_is_trained(model: nn.Module, values_of: NumberedStep) -> Numbered
 
 
 def check_no_weights(loss: Tensor, values: Iterable[Tensor]) -> None:
-    """Raises UsageError if a loss has gradients for other tensors than these values: they would be lost."""
+    """Raises UsageError if a loss has gradients for tensors that are not among these values: they would be lost."""
     others = leaves_of(graph_of([loss])) - set(values)
     if others:
         raise UsageError(
@@ -87,7 +87,7 @@ def check_no_weights(loss: Tensor, values: Iterable[Tensor]) -> None:
 
 
 def check_all_used(trained: Mapping[str, Tensor], values: Sequence[Tensor], rank: int) -> None:
-    """Raises UsageError for a trained weight on which none of these values of a forward pass depend. One process leaves
+    """Raises UsageError for a trained weight that does not affect these values of a forward pass. One process leaves
     such a weight unchanged; DDP and FSDP wait for its gradient, and ZeRO applies weight decay to it."""
     graph = graph_of(values)
     used, hides = leaves_of(graph), any("CheckpointFunction" in node.name() for node in graph)
@@ -108,7 +108,7 @@ def not_used(what: str) -> UsageError:
 
 
 def leaves_of(graph: set[Any]) -> set[Tensor]:
-    """The leaves of a graph, except those that activation checkpointing hides in it."""
+    """The leaves of a graph, except leaves that activation checkpointing hides."""
     return {node.variable for node in graph if hasattr(node, "variable")}
 
 
@@ -126,10 +126,10 @@ def graph_of(values: Iterable[Tensor]) -> set[Any]:
 def check_same_start(
     model: nn.Module, train_set: MapDataset, eval_sets: Mapping[str, MapDataset], group: CpuGroup
 ) -> None:
-    """Raises UsageError in all processes if the weights or data of one process differ from those of process 0, or if an
+    """Raises UsageError in all processes if the weights or data of one process differ from process 0's, or if an
     evaluation set's sample changes when it is read again; for a training set, the first steps show that.
 
-    Compares up to 64 elements of each weight, and the length and up to four samples of each dataset. Of a weight that
+    Compares up to 64 elements of each weight, and the length and up to four samples of each dataset. For a weight that
     is still on disk, it takes the first elements.
     """
     datasets = {"training": train_set} | {
@@ -138,8 +138,8 @@ def check_same_start(
     for kind, dataset in datasets.items():
         if keeps_draws(dataset):
             raise UsageError(
-                f"a sample of the {kind} set draws random numbers when it is read first, and keeps them: another "
-                "process or worker would keep others; draw at each read, or for all samples in the constructor"
+                f"a sample of the {kind} set draws random numbers when it is first read, and keeps them: another "
+                "process or worker would keep different ones; draw at each read, or for all samples in the constructor"
             )
     if group.size == 1:
         return

@@ -35,13 +35,13 @@ def choose_fused_kernels(accelerator: Accelerator, optimizer: torch.optim.Optimi
 
 
 def _fits_fused_kernels(weight: Tensor) -> bool:
-    """They ignore the strides of weights with gaps, and on a CPU fail with 16-bit weights (SGD, torch 2.13)."""
+    """Fused kernels ignore strides of weights with gaps, and on a CPU fail with 16-bit weights (SGD, torch 2.13)."""
     has_gaps = torch.empty_like(weight, device="meta").stride() != weight.stride()
     return weight.is_floating_point() and not has_gaps and not (weight.is_cpu and weight.dtype in LOW_PRECISION)
 
 
 def exchange_weights(optimizer: torch.optim.Optimizer, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Gives an optimizer divided weights in place of its own, {own: divided}, with the state that it has for them.
+    """Gives an optimizer divided weights in place of whole ones, {whole: divided}, with the state that it has for them.
 
     Splits each parameter group by device mesh: the foreach and fused kernels of the optimizers, the default on GPUs,
     refuse a list of DTensors and plain tensors, or of DTensors on different meshes."""
@@ -74,7 +74,7 @@ def _divided_like(weight: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]
 
 
 def follow_split_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Gives groups that were split from another one its options: the recipe knows only the first of them."""
+    """Gives groups that were split from another group its options: the recipe knows only the first one."""
     for group in optimizer.param_groups:
         if "split_from" in group:
             group.update({**optimizer.param_groups[group["split_from"]], "params": group["params"]})
@@ -102,7 +102,7 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
     """A step of an optimizer. Raises UsageError if it needs a closure, or a different kind of gradients."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     sparse = any(weight.grad is not None and weight.grad.is_sparse for weight in weights)
-    if sparse and type(optimizer) is torch.optim.SGD:  # its fused kernel takes none
+    if sparse and type(optimizer) is torch.optim.SGD:  # its fused kernel refuses these
         for group in optimizer.param_groups:
             group["fused"] = False
     try:

@@ -24,7 +24,7 @@ class Numbers:
         self._attributes = {name: _version(value) for name, value in vars(optimizer).items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """For JSON: the numbers of each parameter group that changed in this run, and {slot: type} of those in the
+        """For JSON: the numbers of each parameter group that changed in this run, and {slot: type} of numbers in the
         state, whose values `as_tensor` turns into tensors."""
         groups = []
         for group, before in zip(self.optimizer.param_groups, self._groups):
@@ -91,7 +91,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, weights: Mapping[str, Tenso
         for slot in slots.get(name, []):
             key = f"optimizer.{name}.{slot}"
             shape = list(reader.tensors[key]["shape"])
-            if optimizer.defaults.get("fused") and shape not in ([], list(weight.shape)):  # its kernel does not look
+            if optimizer.defaults.get("fused") and shape not in ([], list(weight.shape)):  # its kernel does not check
                 raise UsageError(f"{key} of the checkpoint has the shape {shape}, the weight {list(weight.shape)}")
             kept = reader.tensor(key) if slot == "step" and not on_device else read_like(weight, reader, key)
             optimizer.state[weight][slot] = kept
@@ -109,5 +109,5 @@ def optimizer_slots(reader: TensorReader) -> dict[str, list[str]]:
 
 
 def counts_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer keeps its step count on the device, as torch's fused and capturable ones do."""
+    """Whether the optimizer keeps its step count on the device, as torch's fused and capturable optimizers do."""
     return any(optimizer.defaults.get(kind) for kind in ("fused", "capturable"))

@@ -15,7 +15,7 @@ class FitOptions(TypedDict, total=False):
 
     Attributes:
         summarize: means over an evaluation set -> metrics to report.
-        tokens_per_sample: if samples are sequences; adds `tokens_per_second` to records.
+        tokens_per_sample: tokens of a sample, if samples are sequences; adds `tokens_per_second` to records.
         flops_per_sample: floating-point operations of a forward and backward pass; adds `mfu`, the
             share of the GPUs' peak rate, to records if the peak is known.
         examples: {name: the values of `forward_step` for each sample of an evaluation set, in its
@@ -31,7 +31,7 @@ class FitOptions(TypedDict, total=False):
         batch_loss: for a loss that compares samples, such as a contrastive loss. `forward_step` then returns
             {name: values of shape (batch, ...)}, such as vectors, and no "loss". `batch_loss` gets
             {name: values of all samples of the optimizer step, of shape (batch_size, ...), in their order} and
-            returns the metrics, each of shape (batch_size,), with the "loss". Weights of its own, such as a
+            returns the metrics, each of shape (batch_size,), with the "loss". Its own weights, such as a
             temperature, must be in the model and among the values, expanded to (batch,). An evaluation calls it for
             each `--batch_size` samples in a row and for the rest.
     """

@@ -16,7 +16,7 @@ from ..plan import Plan
 from ..weights.shards import is_divided
 from .options import FitOptions
 
-# Arguments and options of `fit`; the first two are needed, or have another default than None.
+# Arguments and options of `fit`; the first two are required, or their default is not None.
 FUNCTIONS = ("forward_step", "summarize", "examples", "collate_fn", "sampler", "schedule", "export", "batch_loss")
 
 
@@ -36,13 +36,13 @@ def check_given(model: Any, optimizer: Any, given: Mapping[str, Any] = MappingPr
         raise UsageError(f"fit has no option {unknown[0]}", advice)
     for name, value in {**given, **options}.items():
         if name in FUNCTIONS and not callable(value) and (value is not None or name in FUNCTIONS[:2]):
-            raise UsageError(f"{name} is {_named(value)}", "give fit the function itself, not what it returns")
+            raise UsageError(f"{name} is {_named(value)}", "give fit the function itself, not its result")
     prepared = [part for part in (model, optimizer) if getattr(part, "_is_accelerate_prepared", False)]
     if prepared or isinstance(optimizer, AcceleratedOptimizer):
         name = type(prepared[0] if prepared else optimizer).__name__
         raise UsageError(f"{name} is already prepared, which fit does itself", "remove accelerator.prepare(...)")
     if hasattr(model, "_orig_mod"):  # of torch.compile(model), whose weights have other names
-        raise UsageError("the model is compiled", "give fit the one before torch.compile, and use --compile")
+        raise UsageError("the model is compiled", "give fit the model without torch.compile, and use --compile")
     wrapped = any(isinstance(module, DataParallel | DistributedDataParallel) for module in model.modules())
     if wrapped or any(map(is_divided, model.parameters())):
         raise UsageError(
@@ -60,7 +60,7 @@ def _check_is_optimizer(optimizer: Any) -> None:
         # Like some wrappers', its constructor did not call torch's.
         advice = "call super().__init__(params, defaults) in its constructor, or give fit the optimizer that it wraps"
     elif isinstance(optimizer, LRScheduler):
-        advice = "use --lr_schedule, or schedule= in the call of fit, for the rates, and give fit the optimizer alone"
+        advice = "use --lr_schedule, or schedule= in the call of fit, for the rates, and give fit only the optimizer"
     elif isinstance(optimizer, list | tuple | dict):
         advice = 'type torch.optim.AdamW([{"params": [...], "lr": 1e-3}, {"params": [...], "lr": 1e-4}])'
     elif isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):

@@ -28,7 +28,7 @@ class Replicas:
     """Compares the bits of weights that several processes hold.
 
     Each process adds up the bits of the shards that it shares with the same other processes. The sums are sent with
-    those of a training record. Buffers that differ after the checked steps, such as BatchNorm's, may differ. `tensors`
+    a training record's sums. Buffers that differ after the checked steps, such as BatchNorm's, may differ. `tensors`
     and `holders` are the engine's.
     """
 
@@ -37,7 +37,7 @@ class Replicas:
         self._optimizer = setup.optimizer
         self.agreed = 0  # steps after which the processes last agreed; 0 before the first comparison
         self._compares = self._plan.layout.num_processes > 1
-        self._buffers: frozenset[str] = frozenset()  # that are compared
+        self._buffers: frozenset[str] = frozenset()  # buffers that are compared
 
     def compare_buffers(self, group: CpuGroup) -> None:
         """From now on, compares the buffers that are equal in all processes now. A collective."""
@@ -58,8 +58,8 @@ class Replicas:
         return {name: sum_of_bits(local(part).detach()) for name, part in asked.items()}
 
     def rows(self, bits: Mapping[str, Tensor]) -> Tensor:
-        """float64 of shape (processes, 7, 2), zero but for this process's row: for each set of processes with which it
-        shares weights [which weights, their bits], and the same of the numbers in the optimizer's parameter groups.
+        """float64 of shape (processes, 7, 2), zero except for its own row: for each set of processes with which it
+        shares weights [which weights, their bits], and the same for the numbers in the optimizer's parameter groups.
         `drift` takes the sum over the processes. `bits`: this one's."""
         layout, device = self._plan.layout, self._accelerator.device
         rows = torch.zeros(layout.num_processes, MOST + 1, 2, dtype=torch.float64, device=device)
@@ -91,7 +91,7 @@ class Replicas:
 
     @cached_property
     def shared(self) -> dict[Sequence[int], list[ShardKey]]:
-        """{ranks of the processes that hold them: shards of weights, of which this process is not the only holder}"""
+        """{ranks of the processes that hold them: shards of weights that other processes also hold}"""
         found: dict[Sequence[int], list[ShardKey]] = {}
         for name, tensor in self._tensors().items():
             if self._is_compared(name, tensor):
@@ -108,7 +108,7 @@ class Replicas:
         for number, other in enumerate(others, start=1):
             for name in [name for name in first if first.keys() == other.keys() and first[name] != other[name]]:
                 return (
-                    f"process {number} has {other[name]:g} as {name} of the optimizer, and process 0 {first[name]:g}. "
+                    f"process {number} has {other[name]:g} as {name} of the optimizer, process 0 has {first[name]:g}. "
                     "Likely cause: a schedule or a hook follows the loss of its own process: use step, which all share"
                 )
         bits = group.all_gather({key: int(own[key[0]]) for keys in self.shared.values() for key in keys})

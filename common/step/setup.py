@@ -34,7 +34,7 @@ class Setup:
     train_set: Any = None  # with its `collate_fn`; None: there are no passes before the run
     eval_sets: Mapping[str, MapDataset] = field(default_factory=dict)  # {name: set}; the name of a single one is ""
     options: FitOptions = field(default_factory=FitOptions)  # of `fit`
-    # {strategy: how it will divide the model}; one that is there already is not found again
+    # {strategy: its plan to divide the model}; a plan that exists is not made again
     plans: Mapping[str, Any] = field(default_factory=dict)
     watched: Callable[[NumberedStep], NumberedStep] | None = None  # an observer's wrapper of `forward_step`
 
@@ -50,7 +50,7 @@ class Setup:
         config: RunConfig,
         **options: Unpack[FitOptions],
     ) -> "Setup":
-        """What the arguments of `fit` describe. Raises UsageError for data or sizes that no run can use."""
+        """The setup from the arguments of `fit`. Raises UsageError for data or sizes that no run can use."""
         forward_step, sampler = by_source(train_set, eval_set, forward_step, options.get("sampler"))
         train_set, eval_sets = check_datasets(train_set, eval_set, options.get("collate_fn"))
         plan = Plan.of(config, accelerator.layout, len(train_set), options.get("schedule"), sampler)
@@ -59,7 +59,7 @@ class Setup:
 
     @property
     def may_follow_evaluations(self) -> bool:
-        """Whether the learning rate may follow what `fit` tells other functions of evaluations."""
+        """Whether the learning rate may depend on the results of evaluations, which `fit` gives to other functions."""
         return bool(self.options.get("schedule") and {"summarize", "examples"} & {*self.options})
 
     def first_batch(self, size: int | None = None) -> Batch:
@@ -69,7 +69,7 @@ class Setup:
             return fetch(self.train_set, ids[:size].tolist(), self.plan.config.seed, epoch)
 
     def check_functions(self, model: nn.Module) -> tuple[NumberedStep, BatchLoss | None]:
-        """(forward_step, batch_loss) for this model, as it is wrapped, which raise UsageError for wrong results."""
+        """(forward_step, batch_loss) for this model with its wrappers, which raise UsageError for wrong results."""
         plan, keeps = self.plan, bool(self.options.get("examples") or self.plan.config.save_predictions)
         forward_step = check_values(self.forward_step, plan.micro_batch_size, self.batch_loss is not None, keeps)
         if self.plan.layout.num_processes > 1:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..weights.shards import local
 from .replicas import sum_of_sums
 
-# Share of the largest gradient: adapters that start at zero have less, and rounding swallows their first steps.
+# Share of the largest gradient: adapters that start at zero have less, and rounding hides their first steps.
 TINY = 1e-4
 LEAST_STEPS = 10  # in the first ones, gates and adapters that start at zero keep the gradients of others zero
 LEAST_RATE = 1e-3  # of the peak learning rate: below it, updates may be too small to change a weight
@@ -25,36 +25,36 @@ LINES = {
 
 
 class Trained:
-    """Looks at gradients in logged steps, until a record compares the bits of the weights with the first record's. Not
-    only at the weights: weight decay moves them without a gradient. `tensors`: `saved_tensors` of the engine."""
+    """Looks at gradients in logged steps, until a record compares the weights' bits with the first record's. Weights
+    alone show too little: weight decay moves them without a gradient. `tensors`: `saved_tensors` of the engine."""
 
     def __init__(self, accelerator: Accelerator, optimizer: Any, tensors: Callable[[], dict[str, Tensor]]):
         self._accelerator, self._optimizer, self._tensors = accelerator, optimizer, tensors
         self._is_over, self._is_still, self._since = False, False, 0
         self._largest: dict[Tensor, Tensor] = {}  # {weight: largest element of its gradients here, 0-dim}
         self._bits: Mapping[str, Tensor] = {}  # of each weight at the last record
-        self._sum: Tensor | None = None  # of these
+        self._sum: Tensor | None = None  # the sum of these bits
         self._first_record: tuple[int, Mapping[str, Tensor]] | None = None  # (steps taken, bits)
 
     @cached_property
     def _weights(self) -> dict[str, Tensor]:
-        """{name: weight, or shard of it} of those here that the optimizer has."""
+        """{name: weight, or shard of it} for the weights here that the optimizer has."""
         return {name: weight for name, weight in self._tensors().items() if weight.requires_grad}
 
     def look(self) -> None:
-        """Notes all gradients that are there. Does not wait for a GPU."""
+        """Records all gradients that exist. Does not wait for a GPU."""
         for weight in self._weights.values():
             self.note(weight)
 
     def note(self, weight: Tensor) -> None:
-        """Notes the gradient of a weight."""
+        """Records the gradient of a weight."""
         if weight.grad is not None and not self._is_over:
             found = _largest(local(weight.grad))
             self._largest[weight] = torch.maximum(self._largest.get(weight, found), found)
 
     def has_moved(self, bits: Mapping[str, Tensor]) -> Tensor:
-        """float64, 0-dim: 1 if a weight of this process has other bits than at the last record, or if this is the first
-        one; else 0. Nothing is read from the device."""
+        """float64, 0-dim: 1 if a weight of this process has changed since the last record, or if this is the first
+        record; otherwise 0. Nothing is read from the device."""
         before, self._bits = self._sum, bits
         self._sum = sum_of_sums([*bits.values()], self._accelerator.device)
         return torch.ones_like(self._sum).double() if before is None else (self._sum != before).double()
@@ -71,12 +71,12 @@ class Trained:
         self._is_still = True
         self._accelerator.print(
             f"no weight has moved since step {since}, at a learning rate of {float(groups[0]['lr']):g}: the optimizer "
-            "updates other tensors than the model's, leaves its steps out, or makes updates too small for the weights"
+            "updates tensors that are not the model's, leaves its steps out, or makes updates too small for the weights"
         )
 
     def say(self, step: int) -> dict[str, list[str]]:
-        """At each record, a collective. Once, after enough steps, prints a line for weights whose gradient was always
-        zero, and one for those that no step has moved despite a gradient. Returns their names, for the run card."""
+        """A collective at each record. Once, after enough steps, prints a line for weights whose gradient was always
+        zero, and one for weights that no step has moved despite a gradient. Returns their names, for the run card."""
         since, before = self._first_record or (step, self._bits)
         if self._is_over or step - since < LEAST_STEPS:
             return {}

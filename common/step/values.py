@@ -80,7 +80,7 @@ def _check_values(values: Any, size: int) -> None:
         if not isinstance(value, Tensor) or value.shape[:1] != (size,):
             given = f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
             raise UsageError(
-                f'"{name}" {given}: expected a tensor of shape ({size}, ...); expand what all samples share, such as '
+                f'"{name}" {given}: expected a tensor of shape ({size}, ...); expand values that all share, such as '
                 f"a temperature, to ({size},)"
             )
     if torch.is_grad_enabled() and not any(value.requires_grad for value in values.values()):
@@ -102,7 +102,7 @@ def _advice(name: str, value: Tensor, size: int) -> str:
     if name != "loss":
         more = "for a metric without a value per example, such as a confusion matrix, give fit examples="
     elif value.ndim == 0:
-        more = "of a transformers model take the logits, not its .loss, which is a mean"
+        more = "for a transformers model, take the logits, not its .loss, which is a mean"
     else:
         more = 'if some elements are ignored, the mean over the others, and their number as "weight" of the batch'
     return f"{advice}; {more}"

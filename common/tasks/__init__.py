@@ -1,4 +1,4 @@
-"""What recipes need for their task: images, tables, texts, chats, pretrained models. The loop imports none of it."""
+"""Helpers for the tasks of recipes: images, tables, texts, chats, pretrained models. The loop imports none of them."""
 
 import sys
 import warnings

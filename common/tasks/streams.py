@@ -1,4 +1,4 @@
-"""Work on data that one process of a machine does once, for all later runs: streams become data sets."""
+"""Work on data that one process of a machine does once, for all later runs, such as turning streams into data sets."""
 
 import hashlib
 import socket
@@ -89,7 +89,7 @@ def convert_stream(stream: Iterable[dict[str, Any]], folder: str | Path, max_sam
 
     features = None
     if isinstance(stream, datasets.IterableDataset) and stream.features is not None:
-        features, stream = stream.features, stream.decode(False)  # images are kept as they are in their files
+        features, stream = stream.features, stream.decode(False)  # keeps images as in their files
     part = Path(folder) / ("all" if max_samples is None else str(max_samples))
     return rows_on_disk(part, "converting a stream to files", stream, features, max_samples).with_format("torch")
 
@@ -101,7 +101,7 @@ def rows_on_disk(folder: Path, title: str, rows: Iterable[dict[str, Any]], featu
         folder: only for this file.
         title: a line to print before the work.
         rows: dicts with the same names.
-        features: the columns and their types; None takes those of the first rows.
+        features: the columns and their types; None: as in the first rows.
         num_rows: the most rows to write; None for all.
     """
     import datasets

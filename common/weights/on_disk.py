@@ -66,7 +66,7 @@ class LazyParameter(nn.Parameter):
         return nn.Parameter.__deepcopy__(self, memo)
 
 
-# These need no values. Any other function reads the weight early, which takes memory and changes no result.
+# These functions need no values. Any other function reads the weight early, which takes memory and changes no result.
 READ = ["shape", "dtype", "ndim", "nbytes", "layout", "is_meta", "is_leaf", "requires_grad", "grad", "grad_fn"]
 CALLED = ["size", "dim", "numel", "stride", "is_floating_point", "is_complex", "requires_grad_"]
 FACTS = {
@@ -78,7 +78,7 @@ FACTS = {
 
 
 def leave_on_disk(weight: Tensor, reader: TensorReader, name: str) -> None:
-    """Notes where a parameter on the meta device is read from."""
+    """Records where a parameter on the meta device is read from."""
     weight.__class__ = LazyParameter
     weight.origin = (reader, name)  # type: ignore[attr-defined]  # now it is one
 
@@ -100,7 +100,7 @@ def on_disk(module: nn.Module) -> dict[str, Origin]:
 
 
 def first_elements(tensor: Tensor) -> Tensor:
-    """A tensor; of a weight that is on disk, up to 64 elements of its first row."""
+    """A tensor; for a weight on disk, up to 64 elements of its first row."""
     if (origin := origin_of(tensor)) is None:
         return tensor
     reader, name = origin
@@ -176,7 +176,7 @@ def _read(weight: Tensor, origin: Origin, device: torch.device | str) -> Tensor:
 
 
 def _swap(weight: Tensor, value: Tensor) -> Tensor:
-    """Makes a parameter the value, as the same object: optimizers, hooks and tied layers refer to it. Returns the old
+    """Gives a parameter the value, but keeps the object: optimizers, hooks and tied layers refer to it. Returns the old
     value. Torch cannot set `data` on another kind of device."""
     other: Tensor = nn.Parameter(value, requires_grad=weight.requires_grad)
     torch.utils.swap_tensors(weight, other)

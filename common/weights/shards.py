@@ -39,8 +39,8 @@ class Shard:
     offsets: tuple[int, ...]  # start of the shard in each dimension
     sizes: tuple[int, ...]  # of the shard
     get: Callable[[], Tensor]  # may be a collective: all processes call it for all shards, in the same order
-    # Ranks of the processes of which one writes it: all that hold it, or of a shard that may differ between them the
-    # first. They all hold the same shards for which these are the writers.
+    # Ranks of the processes that may write it: all that hold it, or only the first if their values may differ.
+    # These processes all hold the same shards with these writers.
     writers: Sequence[int]
 
     @classmethod
@@ -56,7 +56,7 @@ class Shard:
 
 def checkpoint_tensors(module: nn.Module) -> dict[str, Tensor]:
     """{name: parameter or buffer} that checkpoints and exports hold: all, or the trained ones of a module with a
-    `peft_adapter`, whose other weights are those of a model that exists elsewhere."""
+    `peft_adapter`, whose other weights exist elsewhere."""
     state = module.state_dict(keep_vars=True)
     for name in [name for name, value in state.items() if not isinstance(value, Tensor)]:
         raise UsageError(f"{name} of the model's state_dict is no tensor: hold it in a buffer, not in get_extra_state")
@@ -127,7 +127,7 @@ def shards_of(name: str, tensor: Tensor, everybody: Sequence[int], of_first: boo
 
 
 def packs_of(tensor: Tensor) -> int:
-    """Into how many equal parts a weight is divided first: 1, but for joint queries, keys, values under TP alone."""
+    """Into how many equal parts a weight is divided first: 1, except for joint queries, keys, values under TP alone."""
     if not is_divided(tensor) or len(tensor.placements) > 1:
         return 1
     return getattr(tensor.placements[0], "split_factor", 1)
@@ -142,7 +142,7 @@ def range_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 @lru_cache(maxsize=8)
 def _ranks(mesh: "DeviceMesh") -> Tensor:
-    """The ranks of a mesh; torch makes the tensor anew each time."""
+    """The ranks of a mesh; torch makes a new tensor each time."""
     return mesh.mesh
 
 
@@ -173,7 +173,7 @@ def shard_range(
 def holders(
     ranks: Tensor, cuts: Sequence[int | None], coordinate: Sequence[int], num_processes: int
 ) -> tuple[int, ...]:
-    """Ranks of the processes that hold the same shard as that at a coordinate of a mesh, in increasing order. `ranks`:
+    """Ranks of the processes that hold the same shard as a coordinate of a mesh, in increasing order. `ranks`:
     of the mesh, int, of its shape; `cuts`: as in `_place`; `num_processes`: of the run. If the mesh has fewer, the
     tensor is repeated by tensor parallelism, whose processes have consecutive ranks."""
     same = ranks[tuple(slice(None) if along is None else index for along, index in zip(cuts, coordinate))]
@@ -188,7 +188,7 @@ def read_like(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Reads this process's shard of a saved tensor, divided as the weight to which it belongs, or whose state it is. A
+    """Reads this process's shard of a saved tensor, divided like the weight that it is, or whose state it is. A
     tensor of another shape is read whole. `device`: if not the weight's; `dtype`: if not the saved one."""
     shape, device = tuple(reader.tensors[name]["shape"]), device or weight.device
     if shape != tuple(weight.shape):

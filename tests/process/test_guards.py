@@ -187,7 +187,7 @@ def test_iterable_dataset(tmp_path: Path) -> None:
 def test_fsdp_without_layers_to_gather_says_so(tmp_path: Path) -> None:
     config = changed(tmp_path, "fsdp2", fsdp_auto_wrap_policy="SIZE_BASED_WRAP", fsdp_min_num_params=1000)
     run = fork(tmp_path / "run", config, MISFIT, "--max_steps 2")
-    assert run.stdout.count("fsdp_min_num_params has no effect: layers are gathered by their classes: those of") == 1
+    assert run.stdout.count("fsdp_min_num_params has no effect: FSDP gathers layers by class: the classes in") == 1
     assert run.stdout.count("Sequential names no layers in _no_split_modules") == 1
 
 

@@ -78,7 +78,7 @@ def test_resuming_a_finished_run_says_so(finished: Run) -> None:
         pytest.param("--batch_size 32", "was made with batch_size 64, this run has 32", marks=pytest.mark.full),
         pytest.param("--ema_decay 0.9", "was made with ema_decay 0.0, this run has 0.9", marks=pytest.mark.full),
         ("--optimizer sgd", "was made with optimizer AdamW, this run has SGD"),
-        ("--model mlp", "is of another model"),
+        ("--model mlp", "holds a different model"),
     ],
 )
 def test_resuming_as_another_run_is_refused(finished: Run, arguments: str, expected: str) -> None:

@@ -119,7 +119,7 @@ def test_a_plan_that_does_not_fit_names_what_does(
         ),
         ("recipes/mnist.py --gpu h1000", "--gpu h1000: use one of b200, h200, h100"),
         ("recipes/mnist.py --config pyproject.toml", "pyproject.toml, line 2 is not YAML"),
-        ("recipes/mnist.py --memory 1", "--memory 1: use a number above 2.5, the GB of a GPU that are not for tensors"),
+        ("recipes/mnist.py --memory 1", "--memory 1: use a number above 2.5, the GB of a GPU that tensors cannot use"),
         ("recipes/mnist.py --hardware none.json", "none.json: "),
         ("recipes/mnist.py --config ddp --set bf16", "--set bf16: use KEY=VALUE"),
         ("recipes/nothing.py", "recipes/nothing.py: no such recipe"),

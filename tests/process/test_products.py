@@ -247,7 +247,7 @@ def test_a_killed_run_goes_on_under_another_product(
         ),
         (
             *("fsdp2", 4, f"--num_layers 4 {ZERO_BUBBLE}", HELD),
-            "--pipeline_schedule zbv: two stages of one process need model.embed_tokens.weight, of which FSDP2 would",
+            "--pipeline_schedule zbv: two stages of one process need model.embed_tokens.weight, and FSDP2 would",
         ),
         (
             *("fsdp2", 6, f"{EXPERTS} {STAGES} {EP} --batch_size 12", ""),

@@ -252,7 +252,7 @@ def test_what_whisper_does_not_take(tmp_path: Path, folder: Path) -> None:
         return str(error.value)
 
     whisper, english = str(folder / "whisper"), str(tmp_path / "english")
-    knows = f"{whisper} knows 2 languages: use the one of the texts, such as --language german"
+    knows = f"{whisper} knows 2 languages: use the language of the texts, such as --language german"
     assert line(load_whisper, whisper, None, "transcribe", 9) == f"--language is missing: {knows}"
     assert line(load_whisper, whisper, "French", "transcribe", 9) == f"--language french: {knows}"
     assert "has no languages in its" in line(load_whisper, english, "german", "transcribe", 9)

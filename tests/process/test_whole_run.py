@@ -21,7 +21,7 @@ GIVEN_BACK = (
 ALL = ",".join(GIVEN_BACK)  # one that is not given back changes the losses
 OTHER, SEVERAL = (
     "besides the hidden states: another stage of the pipeline has that",
-    "times, where the pipeline was cut",
+    "times, but the pipeline was cut",
 )
 ONE = "does not give the result of one process"
 PIPELINES = ("pipeline_parallel", "interleaved", "zbv")
@@ -36,7 +36,7 @@ STATES: dict[tuple[str, str], str | None] = {  # None: the result of one process
     ("hooks_momentum", "tensor_parallel"): None,
     ("hooks_after", "fsdp2"): "has a hook, after its gradient is accumulated",
     ("hook_of_the_step", "ddp"): None,
-    ("hook_of_the_step", "fsdp2"): "from a tensor of which this process has a share: call .full_tensor() first",
+    ("hook_of_the_step", "fsdp2"): "from a tensor that is divided among processes: call .full_tensor() first",
     ("hook_of_all_steps", "ddp"): None,
 }
 BEGINS: dict[tuple[str, str], str | None] = {
@@ -74,7 +74,7 @@ BEGINS: dict[tuple[str, str], str | None] = {
     ("running_mean", "tensor_parallel"): None,
     ("norm_in_step", "interleaved"): None,
     ("norm_in_step", "deepspeed_zero2"): "begins to call norm with what DeepSpeed ZeRO-2 gives it",
-    ("norm_in_step", "fsdp2"): "from a tensor of which this process has a share: call .full_tensor() first",
+    ("norm_in_step", "fsdp2"): "from a tensor that is divided among processes: call .full_tensor() first",
     ("number", "pipeline_parallel"): "branches on blocks.0.up.weight",
     ("norm_in_a_hook", "pipeline_parallel"): OTHER,
     ("clipping", "pipeline_parallel"): "into another tensor: another stage of the pipeline has that",
@@ -85,7 +85,7 @@ BEGINS: dict[tuple[str, str], str | None] = {
     ("skipped_layer", "ddp"): "no pass of this step uses blocks.1.norm.weight, as earlier steps did, and DDP waits for",
     ("penalty", "tensor_parallel"): "TP 2 cannot train this: RuntimeError",
     ("list", "pipeline_parallel"): f"activity, {OTHER}",
-    ("ramp", "tensor_parallel"): "in step 4 a pass computes mul with a tensor of its own of blocks.0.up",
+    ("ramp", "tensor_parallel"): "in step 4 a pass computes mul with an extra tensor of blocks.0.up",
     # What nothing watches, the last step of a short rehearsal shows.
     ("captured_weights", "fsdp2"): f"{ONE}: in step 6",
     ("captured_weights", "ddp"): None,
@@ -145,7 +145,7 @@ def test_a_buffer_that_begins_to_depend_on_samples_ends_the_run(tmp_path: Path, 
 def test_an_optimizer_that_begins_to_follow_its_own_samples_ends_the_run(tmp_path: Path, config: str) -> None:
     run = run_of(tmp_path / "run", LATE, "--what own_momentum", config)
     assert run.exit_code == 3 and re.search(
-        r"after step 4 process 1 has [\d.]+ as momentum of group 0 of the optimizer, and process 0 [\d.]+\. Likely "
+        r"after step 4 process 1 has [\d.]+ as momentum of group 0 of the optimizer, process 0 has [\d.]+\. Likely "
         "cause: a schedule or a hook follows the loss of its own process",
         run.stderr,
     )

@@ -330,9 +330,9 @@ def test_what_was_thought_is_given_to_the_template() -> None:
     for key in ("reasoning_content", "thinking"):
         row = encode([QUESTION, {**ANSWER, key: "Hm."}], tokenizer, 1000)
         assert trained_text(row) == "Hm.</think>Because.|"
-    with pytest.raises(UsageError, match="asks for an answer with '<think>', and an answer here does not begin so"):
+    with pytest.raises(UsageError, match="asks for an answer with '<think>', but an answer begins differently"):
         encode([QUESTION, ANSWER], tokenizer, 1000)
-    with pytest.raises(UsageError, match="asks for an answer with '<think>', and an answer here does not begin so"):
+    with pytest.raises(UsageError, match="asks for an answer with '<think>', but an answer begins differently"):
         encode([QUESTION, thought, QUESTION, ANSWER], tokenizer, 1000)
     chat = Conversation([QUESTION, ANSWER], options={"no_think": True})
     assert trained_text(encode(chat, tokenizer, 1000)) == "Because.|"

@@ -36,7 +36,7 @@ from accelerate_recipes.common.schedule import Schedule
         ("--max_steps 99999999999999999999", "expected less than 2147483648"),
         ("--check_steps 100000", "--check_steps 100000: expected less than 1001"),
         ("--deterministic --tf32", "--tf32 rounds them: use one of them"),
-        ("--output_dir /tmp/..", "--output_dir /tmp/.. is the root of the disk: use a folder of its own"),
+        ("--output_dir /tmp/..", "--output_dir /tmp/.. is the root of the disk: use another folder"),
         ("--output_dir=", "--output_dir: expected the path of a folder, got nothing"),
         ("--overwrite_output_dir --resume_from_checkpoint latest", "use one of them; in a job that may restart"),
         ("stray", "stray: no such flag; --help lists them"),

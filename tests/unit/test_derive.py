@@ -205,8 +205,8 @@ def test_a_run_says_what_is_divided(capsys: pytest.CaptureFixture[str], check_st
     *before, line = capsys.readouterr().out.splitlines()
     assert before == ["--check_steps 0: the parity check does not prove the derived plan"] * (check_steps == 0)
     assert line == (
-        "Sequential has no tp_plan: a derived one divides 89% of the weights among 2 processes; whole are 2 (all "
-        "features are needed)"
+        "Sequential has no tp_plan: a derived one divides 89% of the weights among 2 processes; these stay whole: 2 "
+        "(all features are needed)"
     )
 
 

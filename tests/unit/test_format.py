@@ -216,7 +216,7 @@ def test_what_cannot_be_read_gives_way_to_the_checkpoint_before(
         manifest.unlink()
         manifest.symlink_to(link)
         assert newest_step() == checkpoint_name(step - 1)
-    assert "taking the one before it" in capsys.readouterr().out
+    assert "using the checkpoint before it" in capsys.readouterr().out
     shutil.rmtree(tmp_path / "checkpoints" / checkpoint_name(1))
     with pytest.raises(RunError, match="nothing was changed; try again"):  # no reason to start over
         newest_step()

@@ -167,9 +167,9 @@ def test_numbers_whose_white_is_not_defined(capsys: pytest.CaptureFixture[str]) 
     opener = Opener()
     for file in (saved(flat("I", 10000), "TIFF"), saved(flat("I", 20000), "TIFF")):
         opener(file, "a.tif")
-    assert capsys.readouterr().out == "a.tif has numbers of 32 bits: 0 is taken for black and 65535 for white\n"
+    assert capsys.readouterr().out == "a.tif has numbers of 32 bits: 0 counts as black and 65535 as white\n"
     Opener()(saved(flat("F", 0.5), "TIFF"), "b.tif")
-    assert "b.tif has numbers of 32 bits: 0 is taken for black and 1 for white" in capsys.readouterr().out
+    assert "b.tif has numbers of 32 bits: 0 counts as black and 1 as white" in capsys.readouterr().out
     for image in (flat("I", 70000), flat("I", -1), flat("F", 1.5), flat("F", float("nan"))):
         with pytest.raises(UsageError, match=r"c\.tif has numbers from .*: convert it to 8 or 16 bits"):
             Opener()(saved(image, "TIFF"), "c.tif")

@@ -239,7 +239,7 @@ def test_what_is_left_out_is_counted(tmp_path: Path, capsys: Out) -> None:
         "links to a folder above: 1, such as dog/above/",
         "no ordinary files: 1, such as dog/pipe.png",
         "empty folders: 1, such as empty/",
-        "images beside the folders of classes: 1, such as beside.png",
+        "images next to the folders of classes: 1, such as beside.png",
     ):
         assert fact in lines[1], lines[1]
     assert lines[0] == "images in deeper folders: 1, such as dog/old/d.png, whose class is dog"

@@ -73,7 +73,7 @@ def test_head_with_other_names_is_new(
     assert model.classifier.weight.std() < 0.1 and not model.classifier.bias.any()
     for name, weight in before.vit.named_parameters():
         assert torch.equal(model.vit.get_parameter(name), weight)
-    line = f"the head is new: that of {tmp_path} knows sad, glad, mad; the data has {', '.join(classes)} ("
+    line = f"the head is new: the head of {tmp_path} knows sad, glad, mad; the data has {', '.join(classes)} ("
     assert capsys.readouterr().out.count(line) == 1
 
 

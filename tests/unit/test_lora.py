@@ -133,7 +133,10 @@ def test_adapters_of_peft_go_on(tmp_path: Path) -> None:
         (lambda folder: of_peft(folder, modules_to_save=["norm"]), "is more than the matrices of LoRA"),
         (lambda folder: of_peft(folder, use_dora=True), "is DoRA, not plain LoRA: merge it with PEFT"),
         (lambda folder: (of_peft(folder), (folder / "adapter_model.safetensors").unlink()), "no adapters of Llama"),
-        (lambda folder: (of_peft(folder), save_file({}, folder / "adapter_model.safetensors")), "its weights are not"),
+        (
+            lambda folder: (of_peft(folder), save_file({}, folder / "adapter_model.safetensors")),
+            "its weights do not match",
+        ),
         (
             lambda folder: (
                 of_peft(folder),
@@ -158,7 +161,10 @@ def test_adapters_that_cannot_go_on(tmp_path: Path, spoil: Any, line: str) -> No
     [
         ({"lora_dropout": 0.1}, "--lora_dropout adapts a pretrained model: use --model_name_or_path, too"),
         ({"lora_alpha": 8, "model_name_or_path": "base"}, "--lora_alpha is for adapters: use --lora_rank, too"),
-        ({"lora_rank": 8, "model_name_or_path": "HERE"}, "--lora_rank: the adapters in .* continue training"),
+        (
+            {"lora_rank": 8, "model_name_or_path": "HERE"},
+            "--lora_rank: the run continues the adapters in .*: leave it out",
+        ),
     ],
 )
 def test_flags_that_do_not_go_together(tmp_path: Path, flags: dict[str, Any], line: str) -> None:

@@ -175,7 +175,7 @@ def test_damaged_lines_are_left_out(tmp_path: Path) -> None:
     damaged += ['{"step": 1e3}']
     run = only(saved(tmp_path, records="\n".join([good, *damaged, being_written])))
     assert run.num_damaged == len(damaged) and len(run.records) == 1
-    assert f"that are not records, and are left out: {len(damaged)}" in page_of(run.folder)
+    assert f"skipped lines of metrics.jsonl that are not records: {len(damaged)}" in page_of(run.folder)
     assert only(saved(tmp_path, "ended", f"{good}\n{being_written}\n")).num_damaged == 1
     run = only(saved(tmp_path, "running", "\n".join([good, being_written])))
     assert run.num_damaged == 0 and len(run.records) == 1

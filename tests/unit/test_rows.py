@@ -231,9 +231,9 @@ TABS = [  # (rows of a .tsv file, the first text, number of rows, what the line 
     ('5 o"clock\t1\n"quoted" word\t0', '5 o"clock', 2, None),
     ('"a whole sentence"\t1\nb\t0', '"a whole sentence"', 2, "are text, as in all such files: 2 rows (as CSV 2)"),
     ('"open\t1\nb\t0', '"open', 2, None),
-    ('"he said ""hi"""\t1\nb\t0', 'he said "hi"', 2, "stand around cells, as in CSV: 2 rows (as text 2)"),
-    ('"two\nlines"\t1\nb\t0', "two\nlines", 2, "stand around cells, as in CSV: 2 rows (as text 3)"),
-    ('"a\ttab"\t1\nb\t0', "a\ttab", 2, "stand around cells, as in CSV: 2 rows (as text 2)"),
+    ('"he said ""hi"""\t1\nb\t0', 'he said "hi"', 2, "surround cells, as in CSV: 2 rows (as text 2)"),
+    ('"two\nlines"\t1\nb\t0', "two\nlines", 2, "surround cells, as in CSV: 2 rows (as text 3)"),
+    ('"a\ttab"\t1\nb\t0', "a\ttab", 2, "surround cells, as in CSV: 2 rows (as text 2)"),
 ]
 
 

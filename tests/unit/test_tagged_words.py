@@ -50,7 +50,7 @@ def test_comments_before_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixtur
     lines = ["# id 1\tdomain=en", "the _ _ O", "# _ _ B-X", "", "# sent_id = 12", "EU _ _ B-ORG", ""]
     (tmp_path / "a.conll").write_text("\n".join(lines))
     assert load(tmp_path / "a.conll") == [(["the", "#"], ["O", "B-X"]), (["EU"], ["B-ORG"])]
-    taken = "no column is called tokens: column 1 is taken, no column is called ner_tags: column 4 is taken"
+    taken = "no column is called tokens: column 1 is used, no column is called ner_tags: column 4 is used"
     assert taken in capsys.readouterr().out
 
 

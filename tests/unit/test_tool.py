@@ -149,7 +149,7 @@ def test_a_single_file_needs_nothing_from_here(tmp_path: Path, monkeypatch: pyte
         (f"new mnist {'x' * 300}", "cannot be written (File name too long): use another path"),
         ("new mnist full/train.py/x", "full/train.py is a file: use another"),
         ("new mnist a\u2028b", "cannot be typed after cd: use another name"),
-        ("plan mnist --memory nan", "--memory nan: use a number above 2.5, the GB of a GPU that are not for tensors"),
+        ("plan mnist --memory nan", "--memory nan: use a number above 2.5, the GB of a GPU that tensors cannot use"),
         ("plan mnist --memory -80", "--memory -80: use a number above 2.5"),
         ("plan mnist --hours inf", "--hours inf: use a number above 0"),
         ("plan mnist --hardware full/train.py", "--hardware full/train.py is not in the form of"),
@@ -183,7 +183,7 @@ def test_a_config_whose_name_a_makefile_cannot_hold(
 ) -> None:
     (config := tmp_path / "my conf.yaml").write_text("num_processes: 2")
     assert tool(monkeypatch, "new", "mnist", str(tmp_path / "p"), "--config", str(config)) == 2
-    assert "rename it, to letters, digits, - and _, with the ending .yaml" in capsys.readouterr().err
+    assert "rename it: use letters, digits, - and _, and the ending .yaml" in capsys.readouterr().err
 
 
 def test_pipes_and_nested_brackets_are_not_waited_for(

@@ -147,7 +147,7 @@ def test_what_is_no_optimizer(make: Callable[[nn.Module], Any], expected: str) -
         (None, "the model is None: expected one torch.nn.Module"),
         ([nn.Linear(2, 2)], "the model is of the type list"),
         (marked(), "Linear is already prepared"),
-        (Compiled(), "give fit the one before torch.compile, and use --compile"),
+        (Compiled(), "give fit the model without torch.compile, and use --compile"),
         (nn.Sequential(nn.DataParallel(nn.Linear(2, 2))), "Sequential is already wrapped for several processes"),
     ],
 )
@@ -329,7 +329,7 @@ def graph(size: int) -> dict[str, Tensor]:
         (
             [{"target": [row]} for row in ROWS],
             None,
-            "give each tensor in it its own name, and pad what varies in",
+            "give each tensor in it its own name, and pad parts that vary in",
         ),
         (ROWS, lambda samples: {"target": samples}, '"target" of a batch is a list: expected a tensor'),
         (ROWS, lambda samples: {"x": torch.cat([row["x"] for row in samples])}, "expected (2, ...), a row for each"),
@@ -353,7 +353,7 @@ def test_advice_to_pad_leads_to_a_batch() -> None:
         (
             "loss",
             (),
-            'use reduction="none", or leave out mean(); of a transformers model take the logits, not its .loss',
+            'use reduction="none", or leave out mean(); for a transformers model, take the logits, not its .loss',
         ),
         ("loss", (2, 2), "made (batch, batch); else .flatten(1).mean(1); if some elements are ignored"),
         ("confusion", (2, 2), "else .flatten(1).mean(1); for a metric without a value per example"),

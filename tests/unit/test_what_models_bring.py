@@ -71,7 +71,7 @@ def test_scales_of_a_quantized_model_are_applied(tmp_path: Path) -> None:
 def test_other_quantized_models_are_refused(tmp_path: Path, method: str) -> None:
     more = {"bits": 4, "group_size": 128, "load_in_4bit": True} if method in ("bitsandbytes", "gptq", "awq") else {}
     quantize(tmp_path, {"quant_method": method} | more)
-    with pytest.raises(UsageError, match=f"its weights are quantized .{method}.: use the path of the model from which"):
+    with pytest.raises(UsageError, match=f"its weights are quantized .{method}.: use the path of the original model"):
         load_pretrained(str(tmp_path), 16, "sdpa")
 
 

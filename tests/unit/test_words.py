@@ -47,9 +47,17 @@ TRANSLATED = {
     r"judged by the": "... decides",
     r"attention crosses it": "a token can attend to earlier documents",
     r"count as unchanged|counts as unchanged": "is not converted again",
+    r"Raises \w+ for no\b": "for missing ..., or if there is no ...",
+    r"(?:\"\"\"|\. )Notes (?:the|what|all|that|where|how)\b": "records",
+    r"# as that\b": "repeat the words",
+    r"new number makes new ones": "a new number makes new files",
+    r"\bof another model\b": "holds a different model",
+    r"\bcan be learnt\b": "the model learns",
+    r"\b(?:is|are) taken (?:for|as)\b": "counts as",
+    r"\bwhat varies\b": "parts that vary",
 }
-# Constructions that read like a translation, whatever the words, and how to write it instead. Pages have none of them;
-# code has none of the first two.
+# Constructions that read like a translation, whatever the words, and how to write it instead. Pages and code have none
+# of them; recipes have none of the first two.
 GENERAL = {
     r"(?<=[.;:] )Who(?:se|m)?\b(?![^.|]{0,150}\?)": "begin with the subject: you, the run, a process",
     r"\b(?:is|are|was|were|be) said\b": "a line says, the run says",
@@ -98,6 +106,7 @@ def test_translated_phrases_stay_out() -> None:
     assert not find(TRANSLATED, [*pages, *files])
     quoting = {ROOT / "docs" / "architecture.md", ROOT / "CHANGELOG.md"}  # docstrings, and what was written then
     assert not find(GENERAL, pages - quoting)
+    assert not find(GENERAL, [path for path in files if not path.is_relative_to(ROOT / "recipes")])
     assert not find(dict([*GENERAL.items()][:2]), files)
 
 

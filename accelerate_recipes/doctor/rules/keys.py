@@ -1,6 +1,6 @@
-"""Rules about the keys of a config file: unknown ones, and those that have no effect.
+"""Rules about the keys of a config file: unknown keys, and keys without effect.
 
-`accelerate launch` refuses unknown keys at the top of a file, but ignores those of a section. For some keys it takes
+`accelerate launch` refuses unknown keys at the top of a file, but ignores them in a section. For some keys it takes
 the value of its own flag, even if that flag was not typed.
 """
 
@@ -14,7 +14,7 @@ from accelerate_recipes.common.errors import Edit
 from accelerate_recipes.doctor.config_file import ONE_PROCESS, PREFIXES, Config, is_true
 from accelerate_recipes.doctor.finding import Finding, as_yaml, words
 
-# {section: the key, and the values of it with which Accelerate reads the section}
+# {section: (a key, its values for which Accelerate reads the section)}
 READERS = {
     "deepspeed_config": ("distributed_type", ("DEEPSPEED",)),
     "fsdp_config": ("distributed_type", ("FSDP",)),
@@ -23,7 +23,7 @@ READERS = {
     "fp8_config": ("mixed_precision", ("fp8",)),
 }
 OFFLOADS = ("offload_optimizer", "offload_param")  # sections of zero_optimization in DeepSpeed's file
-# {key of DeepSpeed's file, or a flag, if it is true: what a config file has for it}
+# {key of DeepSpeed's file, or a flag, if it is true: the setting of a config file for it}
 MEANT = {
     "bf16": Edit("mixed_precision", "bf16"),
     "fp16": Edit("mixed_precision", "fp16"),
@@ -34,13 +34,13 @@ MEANT = {
 
 @dataclass(frozen=True)
 class Known:
-    """What the installed Accelerate knows."""
+    """The names that the installed Accelerate knows."""
 
     kinds: tuple[str, ...]  # each distributed_type
     top: set[str]  # keys at the top of a file
     sections: dict[str, set[str]]  # {section: its keys}
-    # {key at the top: default of the flag of that name}. Accelerate takes a key of a section without a prefix for such
-    # a flag, so these work there, too.
+    # {key at the top: default of the flag of that name}. Accelerate reads a key of a section without a prefix as such
+    # a flag, so these keys work there, too.
     flags: dict[str, Any]
 
 
@@ -104,7 +104,7 @@ def ignored_sections(config: Config) -> Iterator[Finding]:
     """A section that this distributed_type or mixed_precision does not read."""
     given = {"distributed_type": config.kind, "mixed_precision": config.precision}
     has_tp = config.section("parallelism_config").get("parallelism_config_tp_size", 1) != 1
-    kinds = () if has_tp else ("DEEPSPEED", "FSDP")  # of these recipes, which have tensor parallelism under MULTI_GPU
+    kinds = () if has_tp else ("DEEPSPEED", "FSDP")  # kinds to suggest; here tensor parallelism runs under MULTI_GPU
     for section, (key, readers) in READERS.items():
         if config.section(section) and given[key] not in readers and config.kind in known().kinds:
             yield Finding(
@@ -136,7 +136,7 @@ def flags_of_the_command_line(config: Config) -> Iterator[Finding]:
 
 
 def cpu_alone(config: Config) -> Iterator[Finding]:
-    """use_cpu under a distributed_type for which Accelerate does not pass it on."""
+    """use_cpu under a distributed_type where Accelerate does not pass it on."""
     if is_true(config.values.get("use_cpu")) and config.starts_several:
         yield Finding(
             f"use_cpu: true has no effect, because distributed_type is {config.kind}",
@@ -159,7 +159,7 @@ def one_machine(config: Config) -> Iterator[Finding]:
 
 
 def _instead(config: Config, key: str, section: str = "") -> Iterator[Edit | str]:
-    """What to type instead of an unknown key: where it belongs, the nearest one, or nothing."""
+    """What to type instead of an unknown key: where it belongs, the most similar key, or nothing."""
     for edit in _meant(key, config.section(section).get(key), section):
         there = config.section(edit.section).get(edit.key)
         if there is None:
@@ -170,7 +170,7 @@ def _instead(config: Config, key: str, section: str = "") -> Iterator[Edit | str
 
 
 def _meant(key: str, value: Any, section: str) -> list[Edit]:
-    """The keys of Accelerate for an unknown one, which is in a section or at the top."""
+    """The keys of Accelerate that an unknown key may mean. The unknown key is in a section or at the top."""
     inside = value if isinstance(value, dict) else {}
     if key == "zero_optimization":
         offloads = {name: part.get("device") for name, part in inside.items() if isinstance(part, dict)}
@@ -185,7 +185,7 @@ def _meant(key: str, value: Any, section: str) -> list[Edit]:
     is_of_top = key in known().top or not section
     keys = known().top if is_of_top else known().sections[section]
     same_kind = [name for name in sorted(keys) if name.endswith("_config") == isinstance(value, dict)]
-    near = difflib.get_close_matches(key, same_kind, n=1, cutoff=0.8)  # ipex_config is no slip for fp8_config
+    near = difflib.get_close_matches(key, same_kind, n=1, cutoff=0.8)  # ipex_config is not a typo of fp8_config
     return [Edit(name, value, "" if is_of_top else section) for name in near]
 
 

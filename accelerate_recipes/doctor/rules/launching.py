@@ -1,4 +1,4 @@
-"""Rules about what starts: the distributed_type, processes, machines, addresses, precision."""
+"""Rules about the launch: the distributed_type, processes, machines, addresses, precision."""
 
 import difflib
 import re
@@ -94,8 +94,8 @@ def counts(config: Config) -> Iterator[Finding]:
     if num_processes is not None and num_machines > 1 and num_processes % num_machines:
         below = max(1, num_processes // num_machines) * num_machines
         yield Finding(
-            f"num_processes is {num_processes}, the total over {num_machines} machines, which it does not divide by",
-            f"accelerate launch starts {num_processes // num_machines} on each machine, and says nothing",
+            f"num_processes is {num_processes}, the total over {num_machines} machines, and does not divide evenly",
+            f"accelerate launch starts {num_processes // num_machines} on each machine, without a message",
             Edit("num_processes", below),
         )
 
@@ -113,7 +113,7 @@ def machine_rank(config: Config) -> Iterator[Finding]:
     if isinstance(rank, int) and config.num_machines > 1 and not 0 <= rank < config.num_machines:
         yield Finding(
             f"machine_rank is {rank}, with num_machines: {config.num_machines}",
-            "the machines count from 0: one of them would be missing, and the others wait for it",
+            "machine ranks start at 0: one machine would be missing, and the others would wait",
             f"machine_rank: 0 on the first machine, up to {config.num_machines - 1} on the last",
         )
 
@@ -158,14 +158,14 @@ def port(config: Config) -> Iterator[Finding]:
 
 
 def gpu_ids(config: Config) -> Iterator[Finding]:
-    """gpu_ids that are too few, that this machine lacks, or that Accelerate cannot read."""
+    """gpu_ids with too few GPUs, with GPUs that this machine lacks, or that Accelerate cannot read."""
     given = config.values.get("gpu_ids")
     if given in (None, "all"):
         return
     text = ",".join(map(str, given)) if isinstance(given, list) else str(given)
     if given != text:
         yield Finding(
-            f"gpu_ids is {given!r}, not a text",
+            f"gpu_ids is {given!r}, not a string",
             "accelerate launch ends with: object has no attribute 'split'",
             Edit("gpu_ids", text),
         )
@@ -173,7 +173,7 @@ def gpu_ids(config: Config) -> Iterator[Finding]:
     lacking = [one for one in text.split(",") if one.strip().isdecimal() and int(one) >= num_gpus > 0]
     if lacking:
         yield Finding(
-            f"gpu_ids is {text}, but torch finds {num_gpus} GPUs on this machine, which count from 0",
+            f"gpu_ids is {text}, but torch finds {num_gpus} GPUs on this machine, numbered from 0",
             f"CUDA leaves out GPU {lacking[0].strip()} and those after it",
             "gpu_ids: all; unset CUDA_VISIBLE_DEVICES, if it hides GPUs",
         )

@@ -1,4 +1,4 @@
-"""Rules about the sections of a config file that say what to divide: FSDP's, and DeepSpeed's with a file of its own."""
+"""Rules about the sections of a config file for sharding: FSDP's, and DeepSpeed's with its own file."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -28,7 +28,7 @@ def leftovers(config: Config) -> Iterator[Finding]:
     if keys := [key for key in LEFTOVERS if section.get(key) is not None]:
         yield Finding(
             f"{', '.join(keys)} in a file for FSDP2",
-            "FSDP2 has no such choice: Accelerate ignores them, with or without a warning",
+            "FSDP2 has no such settings: Accelerate ignores them, sometimes without a warning",
             *(Edit(key, None, "fsdp_config") for key in keys),
         )
 
@@ -65,9 +65,9 @@ def _reshard(strategy: Any) -> Edit:
 
 
 def _beside(strategy: Any) -> str:
-    """What an FSDP1 strategy needs under FSDP2 besides fsdp_reshard_after_forward."""
+    """Advice for an FSDP1 strategy under FSDP2, besides fsdp_reshard_after_forward."""
     if "HYBRID" in _name(strategy):
-        return "add a parallelism_config as in accelerate_configs/hsdp.yaml: else all processes share one copy"
+        return "add a parallelism_config as in accelerate_configs/hsdp.yaml: otherwise all processes share one copy"
     return "NO_SHARD is DDP: accelerate_configs/ddp.yaml; this file shards" if _name(strategy) == "NO_SHARD" else ""
 
 
@@ -78,7 +78,7 @@ def _name(strategy: Any) -> str:
 
 
 def wrapping(config: Config) -> Iterator[Finding]:
-    """What to gather at a time: an unknown policy, or a key that nothing reads."""
+    """The wrapping of layers: an unknown policy, or a key that nothing reads."""
     section = config.section("fsdp_config", "FSDP")
     policy = str(section.get("fsdp_auto_wrap_policy", "NO_WRAP")).upper()
     if policy not in POLICIES:
@@ -93,7 +93,7 @@ def wrapping(config: Config) -> Iterator[Finding]:
 
 
 def activation_offload(config: Config) -> Iterator[Finding]:
-    """Activations to move to the CPU that were not checkpointed."""
+    """Activations that FSDP should offload to the CPU, without activation checkpointing."""
     section = config.section("fsdp_config", "FSDP")
     checkpoints = str(section.get("fsdp_activation_checkpointing", False)).lower()
     if str(section.get("fsdp_activation_checkpointing_offload", False)).lower() == "true" and checkpoints != "true":
@@ -110,7 +110,7 @@ def _section_of_fsdp2(config: Config) -> dict[str, Any]:
 
 
 def offload(config: Config) -> Iterator[Finding]:
-    """Offloading of weights at a stage at which each process holds all weights."""
+    """Offloading of weights under a ZeRO stage in which each process holds all weights."""
     section = config.section("deepspeed_config", "DEEPSPEED")
     device = section.get("offload_param_device", "none")
     if str(device) != "none" and str(section.get("zero_stage", 2)) in ("1", "2"):
@@ -147,7 +147,7 @@ def beside_the_file(config: Config) -> Iterator[Finding]:
             f"{', '.join(given)} and deepspeed_config_file are set",
             "Accelerate refuses them together: the file has these values",
             *(Edit(key, None, "deepspeed_config" if key in section else "") for key in given),
-            f"check that {file} has {as_yaml(given)[1:-1]}: else the run has different values",
+            f"check that {file} has {as_yaml(given)[1:-1]}: otherwise the run has different values",
         )
 
 

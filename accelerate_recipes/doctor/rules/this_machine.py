@@ -105,13 +105,13 @@ def memory(config: Config) -> Iterator[Finding]:
     if free < needed:
         yield Finding(
             f"{free / GIB:.1f} GiB of memory are free, for {wanted or 1} processes",
-            f"they take {needed / GIB:.1f} GiB before the model and the data: the system would kill one",
+            f"they take {needed / GIB:.1f} GiB before the model and the data: the system would kill a process",
             "--num_processes with a smaller number, or end other programs",
         )
 
 
 def open_files(config: Config) -> Iterator[Finding]:
-    """A limit of open files below what the connections between the processes take."""
+    """A limit of open files that is too low for the connections between the processes."""
     limit, needed = config.machine.open_files, 16 + 3 * (config.num_processes or 1)
     if limit is not None and limit < needed:
         yield Finding(
@@ -122,7 +122,7 @@ def open_files(config: Config) -> Iterator[Finding]:
 
 
 def shared_memory_of_workers(config: Config, recipe: dict[str, int]) -> Iterator[Finding]:
-    """Too little shared memory for workers' batches. Of the recipe: num_workers, micro_batch_size, sample_bytes."""
+    """Too little shared memory for workers' batches. `recipe`: its num_workers, micro_batch_size, sample_bytes."""
     size = config.machine.shared_memory
     if "micro_batch_size" not in recipe or size is None or config.num_local_processes is None:
         return

@@ -37,7 +37,7 @@ def tokenizer_of_texts(name_or_path: str | None, texts: list[str]) -> tuple[Any,
 
 
 class ErrorRates:
-    """Word and character error rates, by jiwer. `is_ctc`: repeated tokens count once, `blank` not. Raises
+    """Word and character error rates, by jiwer. `is_ctc`: repeated tokens count once, and `blank` does not. Raises
     UsageError."""
 
     def __init__(self, tokenizer: Any, is_ctc: bool = True):

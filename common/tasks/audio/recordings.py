@@ -20,7 +20,7 @@ from ..reading.sources import TABLES, hold_out, is_saved, load_tables, split_of
 from ..reading.text_files import ending_of, local_path
 
 ENDINGS = {".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aif", ".aiff", ".aifc", ".au"}
-TEXTS = "expected metadata.csv or metadata.jsonl with the column file_name and the one of --text_column"
+TEXTS = "expected metadata.csv or metadata.jsonl with the column file_name and the --text_column"
 CLASSES = "expected a folder with a sub-folder for each class, such as cat/1.wav and dog/2.wav"
 ADVICE = "use --data tones for the embedded recordings, or the path of a folder, or of a .csv, .jsonl or .parquet file"
 
@@ -36,8 +36,8 @@ class Recording(NamedTuple):
 @dataclass(eq=False, repr=False)
 class Recordings(Dataset):
     """Samples {the model's input: float32 of shape (samples,) or (frames, features); "frames": int, of the logits;
-    "text": int64 of shape (tokens,), or "label": int}. Raises UsageError for a recording too short for its text. Those
-    of Whisper, instead of frames and text: {"decoder_input_ids" and "labels": int64 of shape (tokens,), "weight": their
+    "text": int64 of shape (tokens,), or "label": int}. Raises UsageError for a recording too short for its text. For
+    Whisper, instead of frames and text: {"decoder_input_ids" and "labels": int64 of shape (tokens,), "weight": their
     number}. Raises UsageError for too long a recording or text."""
 
     source: Labelled  # of `Recording`s; labels are texts if there is a tokenizer
@@ -79,7 +79,7 @@ class Recordings(Dataset):
 
 
 def freeze_reader(model: Any) -> None:
-    """Freezes what reads the wave: Whisper's encoder, or the convolutions. Raises UsageError if it has neither."""
+    """Freezes the layers that read the wave: Whisper's encoder or convolutions. Raises UsageError if it has neither."""
     freeze = getattr(model, "freeze_encoder", None) or getattr(model, "freeze_feature_encoder", None)
     if freeze is None:
         raise UsageError(f"--freeze_feature_encoder: {type(model).__name__} has no such encoder: remove the flag")
@@ -102,7 +102,7 @@ def check_padding(model: Any, extractor: Any) -> None:
 
 
 def wave_for(extractor: Any, recording: Recording) -> Any:
-    """The wave of a recording for a feature extractor. Raises UsageError if that would leave its end out."""
+    """The wave of a recording for a feature extractor. Raises UsageError if it would cut off the end."""
     wave, most = resample(recording, extractor.sampling_rate), getattr(extractor, "n_samples", None)
     if most and len(wave) > most:
         seconds = f"{len(wave) / extractor.sampling_rate:.2f} s, but the model reads {extractor.chunk_length} s"
@@ -142,13 +142,13 @@ def load_recordings(
     data: str, audio_column: str, target_column: str, clean: Callable[[str], str] | None = None
 ) -> tuple[Labelled, Labelled]:
     """(training recordings, evaluation recordings), whose labels are their texts, or the numbers of their classes. If
-    the source has one part, one in ten is held out. Raises UsageError for no data, no such column, or too few of them.
+    the source has one part, one in ten is held out. Raises UsageError for missing data or columns, or too few rows.
 
     Args:
         data: a folder with metadata.csv or metadata.jsonl, or with a sub-folder for each class, perhaps below "train"
             and "test"; or what `load_tables` takes.
         audio_column: name of the column with files, or with paths from the folder of the table.
-        target_column: name of the column with texts, of which `clean` makes the labels; or with classes if it is None.
+        target_column: name of the column with texts, which `clean` turns into labels; or with classes if it is None.
     """
     path, what, declared = local_path(data).absolute(), "text" if clean else "class", list[str]()
     columns, parts = list[Any](), list[Labelled]()

@@ -1,4 +1,4 @@
-"""Whisper, an encoder-decoder that writes down recordings token by token."""
+"""Whisper, an encoder-decoder that transcribes recordings token by token."""
 
 from contextlib import suppress
 from typing import Any
@@ -32,7 +32,7 @@ def load_whisper(name_or_path: str, language: str | None, task: str, max_target_
     language = (language or (tokenizer.language if known else None) or "").lower()
     code = TO_LANGUAGE_CODE.get(language, language) or None
     if code not in (known or [None]):
-        several = f"knows {len(known)} languages: use the one of the texts, such as --language german"
+        several = f"knows {len(known)} languages: use the language of the texts, such as --language german"
         knows = several if known else "has no languages in its generation_config.json: leave out --language"
         raise UsageError(f"--language {language or 'is missing'}: {name_or_path} {knows}")
     tokenizer.language, tokenizer.task = code, task if code else None

@@ -1,1 +1,1 @@
-"""Conversations, perhaps with images or in pairs of which one is preferred; and the models that hold them."""
+"""Conversations, with images or as pairs of a preferred and a rejected one, and the models for them."""

@@ -88,7 +88,7 @@ def with_chat_template(tokenizer: Any, model: PreTrainedModel) -> Any:
 
 
 def _end_answers(tokenizer: Any, model: PreTrainedModel) -> None:
-    """Lets the template's token after an answer end a generation: a special one, or one that is the whole mark."""
+    """Lets the template's token after an answer end a generation: a special token, or one that is the whole mark."""
     plain = tokenizer_of(tokenizer)
     texts = ("a", ANSWER) if plain is tokenizer else ([{"type": "text", "text": text}] for text in ("a", ANSWER))
     chat = [{"role": role, "content": content} for role, content in zip(("user", "assistant"), texts)]
@@ -106,7 +106,7 @@ def _end_answers(tokenizer: Any, model: PreTrainedModel) -> None:
         model.config.eos_token_id = model.generation_config.eos_token_id = list(dict.fromkeys(ends + known))
     model.ends_otherwise = not {*ends} <= {*known}
     if mark and not ends:
-        print_once(f"the chat template ends an answer with {after!r}, which is not one token: nothing stops there")
+        print_once(f"the chat template ends an answer with {after!r}, which is not one token: it does not end answers")
 
 
 def write_merged(config: ChatFlags, tokenizer: Any, kind: Any) -> None:
@@ -200,7 +200,7 @@ def write_answers(config: ChatFlags, tokenizer: Any, chats: Any, kind: Any = Aut
     if asked:
         try:
             answers = answer(model, tokenizer, asked, config.max_length)
-        except ValueError as error:  # settings with which transformers does not generate
+        except ValueError as error:  # transformers refuses to generate with these settings
             print(f"no answers, because of its generation_config.json: {first_line(error)}")
             return
         num_right = sum(found.endswith(chat.answer.strip()) for found, chat in zip(answers, asked))

@@ -24,9 +24,9 @@ from ..streams import cache_folder, rows_on_disk
 from .conversations import Conversation, Messages, answer_spans, find_unused, reach_into
 
 HELD_OUT = 20  # one conversation in this many is for evaluation, if the source has no evaluation part
-VERSION = 7  # of the encoded rows: a new number makes new ones
-NUM_LOOKED_AT = 16  # conversations, for what the template does not use
-OF_TEMPLATE = "tools", "chat_template_kwargs"  # columns for it, besides messages
+VERSION = 7  # of the encoded rows: a new number encodes them again
+NUM_LOOKED_AT = 16  # conversations to check for parts that the template does not use
+OF_TEMPLATE = "tools", "chat_template_kwargs"  # columns for the template, besides messages
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class Chats:
     # have the same tokens}. A list, or a `datasets.Dataset` whose rows stay on disk.
     rows: Any
     chat: Callable[[int], Conversation]  # the conversation with an index
-    per_sample: int = 1  # how many of them, one after another, make a sample
+    per_sample: int = 1  # how many consecutive conversations make a sample
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def select_answered(self, number: int) -> list[Conversation]:
-        """Of the conversations in the first `number` samples, those that end with an answer in text."""
+        """The conversations in the first `number` samples that end with an answer in text."""
         every = range(0, len(self), self.per_sample)[:number]
         return [chat for chat in (Conversation.of(self.chat(index)) for index in every) if chat.is_answered]
 
@@ -70,15 +70,15 @@ class Chats:
 
     @cached_property
     def teaching(self) -> tuple[list[int], list[int]]:
-        """(the samples whose conversations all have a trained token, those of them that are not two equal ones)"""
+        """(the samples whose conversations all have a trained token, the ones whose two conversations differ)"""
         numbers, equal = range(len(self) // self.per_sample), self._column("equal")
         trained = [self.num_trained[side :: self.per_sample] for side in range(self.per_sample)]
         whole = [number for number in numbers if all(side[number] for side in trained)]
         return whole, [number for number in whole if not equal[self.per_sample * number]]
 
     def keep_teaching(self, data: str, max_length: int, use: str) -> "Chats":
-        """The samples from which something can be learnt. Tokens beyond `max_length` are cut. A line for each reason
-        tells how many others there are, for `use` in training or evaluation. Raises UsageError if there are none."""
+        """The samples that teach something. Tokens beyond `max_length` are cut. Prints, for each reason,
+        how many others there are for `use` in training or evaluation. Raises UsageError if there are none."""
         total, (whole, kept) = len(self) // self.per_sample, self.teaching
         lacks = {1: "conversations have no trained token", 2: "pairs have an answer without a token"}
         reasons = {lacks[self.per_sample]: total - len(whole), "pairs have two equal answers": len(whole) - len(kept)}
@@ -117,7 +117,7 @@ class ChatDataset(ListDataset):
 
     Args:
         chats: the conversations.
-        block: None for one per sample. Else several are packed into a sample of this many tokens, where they were cut;
+        block: None for one per sample. Otherwise a sample packs several into this many tokens, where they were cut;
             then there are "positions", which start at 0 for each conversation, and for the padding at the end.
     """
 
@@ -161,15 +161,15 @@ def load_chats(
     data: str, tokenizer: Any, max_length: int, column: str, max_samples: int | None = None
 ) -> tuple[Chats, Chats]:
     """(training conversations, evaluation conversations) with a trained token, encoded with the tokenizer's chat
-    template. If the source has only one part, one conversation in twenty is held out. Raises UsageError for no data, no
-    such column, and messages or a template that cannot be used.
+    template. If the source has only one part, one conversation in twenty is held out. Raises UsageError for missing
+    data or columns, and messages or a template that cannot be used.
 
     Args:
         data: "rules" (questions with answers by rules); a .jsonl or .parquet file; or a Hub id.
         tokenizer: a fast tokenizer of transformers with a chat template.
         max_length: tokens beyond this number are cut.
         column: name of the column with lists of messages. If there is none, the column "conversations", or the columns
-            "prompt" and "completion", of which the completion is learnt.
+            "prompt" and "completion", and the model learns the completion.
         max_samples: read at most this many conversations of each part, as a stream.
     """
     needs = [{column}, {"conversations"}, {"prompt", "completion"}]
@@ -196,8 +196,8 @@ def load_samples(
     needs: list[set[str]],
     lacks: str,
 ) -> tuple[Chats, Chats]:
-    """(training part, evaluation part) of samples of a conversation each, or of a pair of them, encoded: those from
-    which something can be learnt. Raises UsageError like `load_chats`.
+    """(training part, evaluation part) of encoded samples, each a conversation or a pair of them, that
+    teach something. Raises UsageError like `load_chats`.
 
     Args:
         data, tokenizer, max_length, max_samples: as in `load_chats`.
@@ -205,7 +205,7 @@ def load_samples(
         read: the conversations in a row.
         embedded: makes the rows of "rules".
         needs: the columns of one of these sets must be there.
-        lacks: a message if they are not; the names of the columns are its end.
+        lacks: the message if they are not; it ends with the names of the columns.
     """
     noun, size = kind.split()[0], 2 if kind == "pair" else 1
 
@@ -254,7 +254,7 @@ def load_samples(
 
 
 def _has_answers(table: Table, read: Callable[[Row], list[Conversation]], needs: list[set[str]]) -> bool:
-    """Whether a split has a message that can be learnt, or one that cannot be read, which its encoding says."""
+    """Whether a split has a message to learn, or one that cannot be read: encoding it reports the error."""
     if not any(all(map(table.has_classes, names)) for names in needs):
         return False
     with suppress(UsageError):
@@ -263,7 +263,7 @@ def _has_answers(table: Table, read: Callable[[Row], list[Conversation]], needs:
 
 
 def _divide(number: int, useful: list[int]) -> tuple[list[int], list[int]]:
-    """(samples for training, those that are held out): one in twenty, of which one is useful."""
+    """(samples for training, held-out samples): one in twenty is held out, at least one of them useful."""
     train, held = divide([[*range(number)]], HELD_OUT)
     if useful and not {*useful} & {*held}:
         held = useful[:1]
@@ -287,7 +287,7 @@ def encode(chat: Any, tokenizer: Any, max_length: int) -> dict[str, Any]:
     """Encodes a conversation, or messages: a row of `Chats`.
 
     The model learns to write what the template puts after the beginning of each answer of the assistant, up to its end
-    mark, but not in messages before the first that it learns. Raises UsageError.
+    mark, but not in messages before the conversation's `first`. Raises UsageError.
     """
     chat = Conversation.of(chat)
     if chat.is_plain:  # its contents unchanged; the last one is learnt
@@ -312,7 +312,7 @@ def answers_by_rules() -> dict[str, str]:
     answers = {f"{word} of {one} and {two}?": str(choose(one, two))
                for word, choose in (("Larger", max), ("Smaller", min))
                for one, two in itertools.permutations(range(10), 2)}  # fmt: skip
-    for names in (DAYS.split(), MONTHS.split()):  # not those of `calendar`, which are in the language of the system
+    for names in (DAYS.split(), MONTHS.split()):  # not `calendar`'s names, which are in the system's language
         for one, two in itertools.pairwise([*names, names[0]]):
             answers |= {f"After {one}?": two, f"Before {two}?": one}
     return answers

@@ -27,7 +27,7 @@ class Conversation:
 
     messages: Messages  # checked; no value in them is None
     first: int = 0  # number of the first message that may be learnt
-    # What else the template gets: "tools", and what the column chat_template_kwargs has.
+    # More arguments of the template: "tools", and the content of the column chat_template_kwargs.
     options: Mapping[str, Any] = field(default_factory=dict)
     is_plain: bool = False  # the contents are one text, unchanged, with the tokenizer's end mark, without a template
     images: Sequence[Any] = ()  # in the order in which the messages show them
@@ -64,7 +64,7 @@ class Conversation:
 
 
 def as_messages(given: Any, role: str | None = None) -> Messages:
-    """Messages with roles, without values that are None: tables have those where another row has a value. Raises
+    """Messages with roles, without values that are None: a table has these if another row has a value. Raises
     UsageError for any other form.
 
     Args:
@@ -89,7 +89,7 @@ def _without_none(value: Any) -> Any:
 
 def _role_first(message: dict[str, Any]) -> dict[str, Any]:
     """A message of either form, in the first form. An empty list of calls is removed. Reasoning gets both names that
-    templates read: transformers below 5.21 passes on only the one in the data."""
+    templates read: transformers below 5.21 passes on only the name in the data."""
     if not message.get("tool_calls", True):
         message = {name: value for name, value in message.items() if name != "tool_calls"}
     thought = next((message[name] for name in THOUGHTS if message.get(name) is not None), None)
@@ -136,7 +136,7 @@ def _check_json(value: Any, where: str) -> None:
 
 
 def options_of(row: dict[str, Any]) -> dict[str, Any]:
-    """What a row has for the template besides messages: its columns tools (a list of JSON schemas) and
+    """A row's arguments for the template, besides messages: its columns tools (a list of JSON schemas) and
     chat_template_kwargs (a dict), each perhaps as JSON. Raises UsageError."""
     found = dict(json_of(row, "chat_template_kwargs", dict) or {})
     tools = [json_of({"tools": tool}, "tools", dict) for tool in json_of(row, "tools", list) or []]
@@ -162,7 +162,7 @@ def render(messages: Messages, template: Any, **options: Any) -> str:
         return ""
     try:
         return template.apply_chat_template(messages, tokenize=False, **options)
-    except Exception as error:  # templates are programs, and raise what they like
+    except Exception as error:  # templates are programs, and may raise anything
         raise UsageError(f"the chat template refuses it ({first_line(error)})") from None
 
 
@@ -211,7 +211,7 @@ def _parse(arguments: Any) -> Any:
 
 
 def _fault(messages: Messages, template: Any, options: Mapping[str, Any], text: str) -> str | None:
-    """What is wrong with a text: it contains a Python object, or misses a part or the calls of these messages."""
+    """The mistake in a text: it contains a Python object, or misses a part or the calls of these messages."""
     for name, value in {"messages": messages, **options}.items():
         if any(shown in text for shown in _python_objects(value)):
             return f"the chat template writes a Python object of its {name}: give the tokenizer another chat_template"
@@ -253,7 +253,7 @@ def find_unused(chats: Iterable[Conversation], template: Any) -> list[str]:
     for chat in chats:
         try:
             messages, _ = fit_to_template(chat.messages, template, chat.options)
-        except UsageError:  # whoever encodes it says so
+        except UsageError:  # its encoding reports that
             continue
         found = {*chat.options, *(name for message in messages for name in message)} - {"role", "content", "weight"}
         found |= {OF_ROLE + message["role"] for message in messages if message.get("content")}
@@ -295,7 +295,7 @@ def answer_spans(
 
 
 def reach_into(spans: Sequence[range], places: Iterable[Sequence[int]]) -> list[bool]:
-    """Whether each token, with its (start, end) in the text, has a part in a span: one may begin before an answer."""
+    """Whether each token, with its (start, end) in the text, overlaps a span: a token may begin before an answer."""
     found, last = list[bool](), 0
     for start, end in places:
         if start == end:  # white space that a tokenizer has trimmed begins where the token before it ends
@@ -311,7 +311,7 @@ def _say_why(earlier: str, asking: str, after: str) -> NoReturn:
     if shared < num_shared(earlier, asking):
         raise UsageError(CHANGES)
     raise UsageError(
-        f"the chat template asks for an answer with {asking[shared:]!r}, and an answer here does not begin so: give it "
+        f"the chat template asks for an answer with {asking[shared:]!r}, but an answer begins differently: give it "
         'reasoning_content, or the data a column chat_template_kwargs such as {"enable_thinking": false}, or the '
         "tokenizer another chat_template"
     )

@@ -32,7 +32,7 @@ from .conversations import Conversation, as_messages, check_messages, num_shared
 
 OPPOSITES = {"Larger": "Smaller", "Smaller": "Larger", "After": "Before", "Before": "After"}
 LAST_WORD = re.compile(r" ?\S*\Z")
-VERSION = 5  # of the files on disk: a new number makes new ones
+VERSION = 5  # of the files on disk: a new number makes new files
 
 
 class PairDataset(Dataset):
@@ -62,8 +62,8 @@ def _columns(tensors: Any, padding: int) -> Tensor:
 def load_pairs(data: str, tokenizer: Any, max_length: int, max_samples: int | None = None) -> tuple[Chats, Chats]:
     """(training pairs, evaluation pairs) of conversations, encoded, whose answers both have a token within the limit,
     and differ. Rows 2i and 2i + 1 are the preferred and the other conversation of pair i. Their common beginning is not
-    trained. If the source has only one part, one pair in twenty is held out. Raises UsageError for no data, no such
-    columns, and messages or a template that cannot be used.
+    trained. If the source has only one part, one pair in twenty is held out. Raises UsageError for missing data,
+    missing columns, and messages or a template that cannot be used.
 
     Args:
         data: "rules" (the right answer, and the one to the opposite question); a .jsonl or .parquet file; or a Hub id.
@@ -78,7 +78,7 @@ def load_pairs(data: str, tokenizer: Any, max_length: int, max_samples: int | No
 
 def split_pair(row: dict[str, Any]) -> list[Conversation]:
     """[preferred conversation, the other one], as TRL reads a row: texts are used unchanged; without a prompt, their
-    common beginning is it. Raises UsageError for anything but lists of messages or texts."""
+    common beginning is the prompt. Raises UsageError for anything but lists of messages or texts."""
     prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
     if all(isinstance(text, str) for text in (prompt or "", chosen, rejected)):
         if prompt is None:
@@ -166,7 +166,7 @@ def add_reference(
     Collective.
 
     Args:
-        model: for a later call of `fit`; perhaps with adapters. It is not changed.
+        model: for a later call of `fit`; perhaps with adapters; this function does not change it.
         build: makes the same model again, with the same weights.
         optimizer_of: makes its optimizer.
         train_set, eval_set: a `PairDataset`, or a `Mixture` of some.
@@ -213,7 +213,7 @@ def add_reference(
 
 
 def drawn_pairs(config: RunConfig, layout: Layout, train_set: Any) -> list[int]:
-    """The ids of the training pairs that the steps of a run draw, and of those by which a checkpoint knows the data.
+    """The ids of the training pairs that the steps of a run draw, and of those that identify a checkpoint's data.
 
     They are in the order of the steps, so that a longer run computes the first ones in the same micro-batches, with the
     same bits. If the steps leave out less than a batch, they are all ids, in order: then runs of any seed share them.

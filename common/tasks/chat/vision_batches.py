@@ -50,12 +50,12 @@ class VisionEncoder:
         added = processor.tokenizer.added_tokens_decoder.items()
         self._marks = [str(token) for number, token in added if number in found and token.special]
         of_images = {name: value for name, value in both.items() if name not in NOT_OF_IMAGES}
-        # Lists: the order of a set, and so that of a sample's tensors, would differ between processes.
+        # Lists: the order of a set, and so of a sample's tensors, would differ between processes.
         self.of_tokens = [name for name, value in of_images.items() if value.shape == (1, length)]
         others = [name for name in of_images if name not in self.of_tokens]
         self.of_sample = [name for name in others if len(of_images[name]) == 1]
         self.of_rows = [name for name in others if name not in self.of_sample]
-        # What a sample without images has in place of these values; 0 of a number of images.
+        # The values for a sample without images; 0 for a number of images.
         shown = {name: of_images[name][0] if name in self.of_sample else of_images[name] for name in others}
         sizes = {name: (0, *value.shape[1:]) if value.ndim else () for name, value in shown.items()}
         self._without = {name: value.new_zeros(sizes[name]) for name, value in shown.items()}
@@ -76,7 +76,7 @@ class VisionEncoder:
             raise UsageError(f"{type(self.processor).__name__} refuses it ({first_line(error)})") from None
 
     def sample(self, messages: Messages, images: Images, is_cut: bool = True) -> dict[str, Any]:
-        """A sample of a conversation, which `is_cut` to `max_length`. Raises UsageError, also if nothing is trained."""
+        """A conversation's sample, cut to `max_length` if `is_cut`. Raises UsageError, also if nothing is trained."""
         found, trained = self._encode(messages, images)
         whole, kept = found["input_ids"][0], slice(self.max_length if is_cut else None)
         if is_cut and (whole[self.max_length :] == self.image_token).any():
@@ -102,7 +102,7 @@ class VisionEncoder:
         """(what the processor returns, whether each token is trained).
 
         The processor puts many tokens in the place of an image, so positions in the text count from its end. If an
-        image follows answers, these are found in the conversation up to the last of them.
+        image follows answers, the answers are found in the conversation up to the last of them.
         """
         shown = [sum(part["type"] == "image" for part in message["content"]) for message in messages]
         texts = [part["text"] for message in messages for part in message["content"] if part["type"] == "text"]
@@ -132,7 +132,7 @@ class VisionEncoder:
         return found, trained
 
     def collate(self, samples: list[dict[str, Any]]) -> Batch:
-        """A batch of samples, padded. One without images gets one, after the end of its shortest sample, where no
+        """A batch of samples, padded. A batch without images gets one, after the end of its shortest sample, where no
         label sees it: all processes then compute the same layers, as FSDP2 and ZeRO need."""
         if not any(sample[name].numel() for sample in samples for name in self._without if sample[name].ndim):
             shortest = min(range(len(samples)), key=lambda row: len(samples[row]["tokens"]))
@@ -151,7 +151,7 @@ class VisionEncoder:
         """Raises UsageError if a batch of `collate` is not what the processor makes of several samples."""
         chats, images = [_asking(2), _asking(1, "Why?")], [[small, wide], [wide]]
         texts = [render(messages, self.processor) for messages in chats]
-        # The last one has no images. It is not for the processor: some refuse an empty list.
+        # The last one has no images. The processor does not get it: some refuse an empty list.
         own = self.collate([self.sample(*both, is_cut=False) for both in [*zip(chats, images), (_asking(0), [])]])
         others = (*self.of_tokens, *self._without, *(ROWS + name for name in self.of_rows))
         own = unpad({name: own[name] for name in others})
@@ -188,7 +188,7 @@ def unpad(given: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class VisionDataset(Dataset):
-    """One conversation per sample, encoded when it is read."""
+    """One conversation per sample, encoded on read."""
 
     def __init__(self, chats: VisionChats, encoder: VisionEncoder):
         self.chats, self.encoder = chats, encoder

@@ -44,7 +44,7 @@ class VisionChats:
             return self.load(self.rows[index])
 
     def select_answered(self, number: int) -> list[Conversation]:
-        """Among the first `number` conversations, those that end with an answer in text."""
+        """The conversations, among the first `number`, that end with an answer in text."""
         read = map(self.read, range(min(number, len(self))))
         found = [Conversation(messages, images=images) for messages, images in read]
         return [chat for chat in found if chat.is_answered]
@@ -62,7 +62,7 @@ def load_vision_chats(
     data: str, messages_column: str, images_column: str, max_samples: int | None = None
 ) -> tuple[VisionChats, VisionChats]:
     """(training conversations, evaluation conversations) with images. If the source has only one part, one conversation
-    in twenty is held out. Raises UsageError for no data, or no such column.
+    in twenty is held out. Raises UsageError for missing data, or a missing column.
 
     Args:
         data: "shapes" (drawn images, with questions about them); a .jsonl or .parquet file; or a Hub id.
@@ -104,11 +104,11 @@ class _Rows:
                 raise UsageError(
                     f"--data {data} has no column {images}: use --images_column with one of {', '.join(of_images)}"
                 )
-            say(f"--data {data} has no column {images}: the only images are those in parts of its messages")
+            say(f"--data {data} has no column {images}: it uses the images in parts of its messages")
         table.say_unread(messages, images)
 
     def find_answered(self, data: str) -> list[int]:
-        """The numbers of the conversations with an answer; a line counts others. Raises UsageError if there is none."""
+        """The numbers of conversations with an answer; a line counts the others. Raises UsageError if there is none."""
         found = [number for number, value in enumerate(self.rows.values(self.messages)) if _may_have_an_answer(value)]
         if not found:
             raise UsageError(f"--data {data}: no message has the role assistant, so there is nothing to learn")
@@ -148,7 +148,7 @@ def _may_have_an_answer(messages: Any) -> bool:
 
 def with_parts(messages: Any, images: list[Any]) -> tuple[Messages, list[Any]]:
     """(messages whose contents are lists of parts, their images in order). Images without a place in a message come
-    before the first question. Raises UsageError for no messages, or if the numbers of images and places differ."""
+    before the first question. Raises UsageError without messages, or if the numbers of images and places differ."""
     messages = as_messages(messages)
     contents = [_content(one) for one in messages]
     if not messages:

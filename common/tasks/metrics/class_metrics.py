@@ -26,7 +26,7 @@ def class_measures(num_classes: int, examples: dict[str, Tensor]) -> dict[str, f
 
 
 def measures_of_several(examples: dict[str, Tensor]) -> dict[str, float]:
-    """Like `average_precision`; and F1 of what is more probable than not, over all answers and the mean of classes."""
+    """Like `average_precision`, and F1 of probabilities above 0.5, over all answers and as a mean of classes."""
     from sklearn.metrics import f1_score
 
     given = examples["label"].numpy(), examples["probability"].numpy() > 0.5
@@ -36,7 +36,7 @@ def measures_of_several(examples: dict[str, Tensor]) -> dict[str, float]:
 
 def average_precision(examples: dict[str, Tensor]) -> dict[str, float]:
     """For `examples` of `fit`: the mean, over the classes that a sample has, of their average precision; from
-    "probability" of shape (samples, classes), and "label", 1 where one has a class."""
+    "probability" of shape (samples, classes), and "label", 1 where a sample has a class."""
     from sklearn.metrics import average_precision_score  # takes 0.8 s
 
     occurs = examples["label"].sum(0) > 0
@@ -51,7 +51,7 @@ def weights_of_classes(flag: str | None, parts: Sequence[Labelled], are_mixed: b
         flag: of `--class_weights`: "balanced", so that each class has the same weight in all; or "cat:2,dog:0.5", with
             1 for the others.
         parts: the images for training.
-        are_mixed: whether two make one.
+        are_mixed: whether two images are mixed into one.
     """
     if flag is None:
         return None
@@ -83,7 +83,7 @@ class Confusion:
         self.counts: Tensor | None = None  # (class, predicted class), after an evaluation
 
     def __call__(self, examples: dict[str, Tensor]) -> dict[str, float]:
-        """For `examples` of `fit`, from "label" and "predicted": the mean over the classes of the right share."""
+        """For `examples` of `fit`, from "label" and "predicted": mean of each class's share of right predictions."""
         number = len(self.classes)
         places = examples["label"].long() * number + examples["predicted"].long()
         self.counts = torch.bincount(places, minlength=number**2).view(number, number)
@@ -91,7 +91,7 @@ class Confusion:
         return {"balanced_accuracy": float((self.counts.diag() / sizes)[sizes > 0].mean())}
 
     def write(self, path: Path) -> None:
-        """Draws the counts: rows are classes, columns predicted ones, darker is more. Words if there is room."""
+        """Draws the counts: rows are classes, columns predictions, darker is more. Adds names if there is room."""
         if self.counts is None:  # a run that was already done
             return
         cell = max(2, min(24, 1600 // len(self.classes)))

@@ -13,7 +13,7 @@ ROUNDING = 1e-6  # of a similarity in float32
 QUERIES_AT_ONCE = 1024
 DEEPEST = 100  # rank that a measure looks at
 
-# Of the global batch: "query" and "document", vectors of length 1, shape (batch, hidden); perhaps "negative", (batch,
+# Values of a batch: "query" and "document", vectors of length 1, shape (batch, hidden); perhaps "negative", (batch,
 # negatives, hidden), or "score", (batch,); "text_ids", (batch, 2 + negatives); and "scale", (batch,).
 Values = dict[str, Tensor]
 
@@ -44,7 +44,7 @@ def _cosines(values: Values) -> Tensor:
 
 
 def _order(cosines: Tensor, score: Tensor) -> Tensor:
-    """A pair with a higher score has a higher cosine. One number for all, shape (batch,)."""
+    """A loss that is low if pairs with higher scores have higher cosines. One number for all, shape (batch,)."""
     over = (cosines[:, None] - cosines).masked_fill(score[:, None] >= score, -math.inf)
     return torch.cat([over.new_zeros(1), over.flatten()]).logsumexp(0).expand(len(cosines))
 

@@ -83,7 +83,7 @@ def load_trained(folder: Path, kind: Any = AutoModelForCausalLM) -> Any:
     state = AcceleratorState()
     precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(state.mixed_precision, torch.float32)
     model = kind.from_pretrained(folder, dtype=precision, trust_remote_code=True).to(state.device).eval()
-    if (folder / "generation_config.json").is_file():  # adapters would have the one of their base
+    if (folder / "generation_config.json").is_file():  # adapters would use their base's
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
 
@@ -166,7 +166,7 @@ def with_losses(
         _attend_without_mask(model)
     divides = longest > 0 and _head_alone_makes_logits(model)
     if chunk and not divides:
-        print_once(f"{type(model).__name__} changes its logits after its head: they are held for the whole batch")
+        print_once(f"{type(model).__name__} changes its logits after its head: all of a batch are in memory at once")
     divisible = not routes and sees is None  # routers are summed over whole samples, and an image has no slices
     if divisible:
         model.sequence_parallel = LongSequences(model)
@@ -176,7 +176,7 @@ def with_losses(
 
 def with_logits(model: PreTrainedModel) -> PreTrainedModel:
     """Like `with_losses`, but a forward pass returns logits: (tokens (batch, context), places (batch, number)), both
-    int64 -> those at the places, shape (batch, number, vocabulary); at place -1, those at place 0."""
+    int64 -> the logits at the places, shape (batch, number, vocabulary); place -1 gets the logits at 0."""
 
     def forward(self: PreTrainedModel, tokens: Tensor, places: Tensor) -> Tensor:
         logits: Tensor = type(self).forward(self, input_ids=tokens, use_cache=False).logits
@@ -190,7 +190,7 @@ def with_logits(model: PreTrainedModel) -> PreTrainedModel:
 class _CrossEntropy(torch.autograd.Function):
     """(logits, labels) -> (the loss of each label, the log-probabilities of all tokens, which get no gradient).
 
-    In the backward pass `nll_loss` and `log_softmax` would each make a tensor as large as the logits; here it is one.
+    In the backward pass `nll_loss` and `log_softmax` would each make a tensor as large as the logits; this makes one.
     """
 
     @staticmethod
@@ -198,7 +198,7 @@ class _CrossEntropy(torch.autograd.Function):
         predicted = F.log_softmax(logits.float().flatten(0, -2), -1)
         ctx.save_for_backward(predicted, labels)
         ctx.mark_non_differentiable(predicted)
-        ctx.set_materialize_grads(False)  # else there were zeros for the log-probabilities
+        ctx.set_materialize_grads(False)  # otherwise torch would make zeros for the log-probabilities
         ctx.like = logits.shape, logits.dtype
         return F.nll_loss(predicted, labels, ignore_index=IGNORED, reduction="none"), predicted
 
@@ -220,7 +220,7 @@ def _of_labels(logits: Tensor, labels: Tensor, measures: bool) -> Tensor:
     with torch.no_grad():
         # A ramp, not a jump from 0 to 1: rounding errors would move some tokens across it, under one config only.
         right = (1 - (losses + predicted.amax(-1)) / CLOSE).clamp(0, 1)
-        # In place, as it is as large as the logits. An impossible token adds nothing: 0 * -inf is NaN.
+        # In place, because it is as large as the logits. An impossible token adds nothing: 0 * -inf is NaN.
         entropy = -predicted.exp().mul_(predicted).nansum(-1)
         measured = [value.masked_fill(labels == IGNORED, 0) for value in (right, entropy)]
     return torch.stack([losses, *measured])
@@ -228,7 +228,7 @@ def _of_labels(logits: Tensor, labels: Tensor, measures: bool) -> Tensor:
 
 def find_trained_places(labels: Tensor) -> Tensor:
     """The places of labels that are not `IGNORED`, padded with -1 to a multiple of 16: so there is at least one, and
-    shapes vary less. The labels of a sample, shape (context,), are on the CPU: a GPU would be stalled."""
+    shapes vary less. The labels of a sample, shape (context,), are on the CPU: a GPU would stall."""
     places = [place for place, label in enumerate(labels.tolist()) if label != IGNORED]
     return torch.tensor(places + [-1] * (16 - len(places) % 16))
 

@@ -45,7 +45,7 @@ def small_bert(
     texts: Iterable[str],
     classes: list[str] | None = None,
 ) -> tuple[PreTrainedModel, Any]:
-    """(a BERT from scratch, a tokenizer of words of these texts, or an evaluated run's). Raises UsageError."""
+    """(a BERT from scratch, a tokenizer of words of these texts, or of an evaluated run). Raises UsageError."""
     if config.hidden_size % config.num_heads:
         raise UsageError(
             f"--hidden_size {config.hidden_size} does not divide into {config.num_heads} heads: use "
@@ -77,8 +77,8 @@ def small_bert(
 
 
 def load_encoder(kind: Any, name_or_path: str, max_length: int, **options: Any) -> tuple[PreTrainedModel, Any]:
-    """Loads an encoder in float32 and its tokenizer. Raises UsageError for no encoder or tokenizer there, weights that
-    do not fit, no padding token, or too few positions.
+    """Loads an encoder in float32 and its tokenizer. Raises UsageError if there is no encoder or tokenizer, weights
+    do not fit, or it has no padding token or too few positions.
 
     Args:
         kind: a class with `from_pretrained`, such as `AutoModel`. If it has a head that the model lacks, or that has a
@@ -94,7 +94,7 @@ def load_encoder(kind: Any, name_or_path: str, max_length: int, **options: Any) 
         )
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
-    # RoBERTa has two positions more than it takes tokens; its tokenizer knows. XLNet has -1.
+    # RoBERTa has two more positions than it takes tokens; its tokenizer has the right number. XLNet has -1.
     limits = (getattr(model.config, "max_position_embeddings", None), tokenizer.model_max_length)
     longest = min((limit for limit in limits if limit and limit > 0), default=max_length)
     if max_length > longest:
@@ -110,8 +110,8 @@ def load_encoder(kind: Any, name_or_path: str, max_length: int, **options: Any) 
 
 
 def always_mask(model: PreTrainedModel) -> None:
-    """Gives PyTorch's attention a mask for each batch. transformers leaves it out where no text is padded, and reads
-    from the device for that in each forward pass. config.json does not get the name."""
+    """Gives PyTorch's attention a mask for each batch. transformers leaves it out if no text is padded, and reads
+    from the device in each forward pass to find out. config.json does not get the name."""
 
     def mask(*args: Any, **kwargs: Any) -> Tensor | None:
         return sdpa_mask(*args, **kwargs | {"allow_is_bidirectional_skip": False, "allow_is_causal_skip": False})
@@ -123,7 +123,7 @@ def always_mask(model: PreTrainedModel) -> None:
 
 
 def freeze_key_biases(model: nn.Module) -> None:
-    """Freezes the key biases of an encoder. They add one number to all scores of a query, so their gradient is zero
+    """Freezes the key biases of an encoder. A key bias adds one number to all scores of a query: its gradient is zero
     except for rounding errors. Adam would turn these into steps, which differ between layouts. With rotary positions,
     or without a softmax, the gradient is real."""
     if any(

@@ -42,15 +42,15 @@ class LoraFlags(RunConfig):
 
 
 class Adapter:
-    """What a checkpoint and an export need to know about a model with adapters: they hold only the adapters. The digest
-    is that of the frozen weights, so that a checkpoint is not loaded with different ones."""
+    """Facts about a model with adapters, for checkpoints and exports: they hold only the adapters. The digest
+    identifies the frozen weights, so that a checkpoint is not loaded with different ones."""
 
     def __init__(self, settings: Any, base_digest: str):
         self.settings, self.base_digest = settings, base_digest
         self.start_digest = base_digest  # of the weights at the start of training: new adapters change nothing
 
     def write_settings(self, model: Any, folder: Path) -> None:
-        """Writes PEFT's settings, and those of generation. transformers reads the latter from the base, unless the
+        """Writes PEFT's settings, and generation settings. transformers reads the latter from the base, unless the
         folder is a separate model: if the base does not know how an answer ends, an index names its weights."""
         self.settings.save_pretrained(str(folder))
         if getattr(model, "generation_config", None) is None:
@@ -70,8 +70,8 @@ class Adapter:
         save_file({_without_name(name): weight for name, weight in weights.items()}, folder / FILE, facts)
 
     def read(self, folder: Path, names: list[str], is_of_peft: bool = False) -> dict[str, Tensor]:
-        """{name in the model: weight} of what `write` wrote, or PEFT, which notes no base; `names` are those in the
-        model. Raises OSError for no such file, and UsageError if the adapters belong to a different base."""
+        """{name in the model: weight} of what `write` wrote, or PEFT, which records no base; `names`: the names in the
+        model. Raises OSError for a missing file, and UsageError if the adapters belong to a different base."""
         with safe_open(folder / FILE, "pt") as file:
             base = (file.metadata() or {}).get("base")
         if base != self.base_digest and not (is_of_peft and base is None):
@@ -86,7 +86,7 @@ def _without_name(weight: str) -> str:
 
 
 def base_of(config: LoraFlags, merge: bool = False) -> str | None:
-    """`--model_name_or_path`, or if that is a folder of adapters, the model to which they belong. Raises UsageError for
+    """`--model_name_or_path`, or if that is a folder of adapters, their base model. Raises UsageError for
     flags of adapters without a pretrained model, or with adapters to continue; and for `--merge` without adapters."""
     path, own = config.model_name_or_path, (LoraFlags(), config)
     names = ("lora_rank", "lora_alpha", "lora_dropout", "lora_targets")
@@ -95,7 +95,7 @@ def base_of(config: LoraFlags, merge: bool = False) -> str | None:
     if given and path is None:
         raise UsageError(f"{given[0]} adapts a pretrained model: use --model_name_or_path, too")
     if given and goes_on:
-        raise UsageError(f"{given[0]}: the adapters in {path} continue training: leave it out, or --merge them first")
+        raise UsageError(f"{given[0]}: the run continues the adapters in {path}: leave it out, or --merge them first")
     if (given or merge) and not config.lora_rank and not goes_on:
         raise UsageError(f"{'--merge' if merge else given[0]} is for adapters: use --lora_rank, too")
     if path is None or not goes_on:
@@ -108,7 +108,7 @@ def base_of(config: LoraFlags, merge: bool = False) -> str | None:
 
 @contextmanager
 def naming_base(config: LoraFlags, base: str) -> Iterator[None]:
-    """Adds to an error about the base of adapters which file names it."""
+    """Adds to an error about the base of adapters the file that names it."""
     try:
         yield
     except UsageError as error:
@@ -119,14 +119,14 @@ def naming_base(config: LoraFlags, base: str) -> Iterator[None]:
 
 
 def with_adapters(model: PreTrainedModel, config: LoraFlags) -> nn.Module:
-    """The model itself, which is one of `with_losses`, of the path that `base_of` gives; with `--lora_rank`, frozen and
-    with new adapters; or with those in the folder `--model_name_or_path`. A model with adapters has an attribute
+    """A model of `with_losses`, loaded from the path of `base_of`: unchanged; with `--lora_rank`, frozen and with new
+    adapters; or with the adapters in the folder `--model_name_or_path`. A model with adapters has an attribute
     `peft_adapter`.
 
     PEFT adapts layers such as linear ones and GPT-2's Conv1D. `--lora_targets` are all of them but the head
     (all-linear); names, separated by commas; or a regular expression, which must match a layer's whole name. Raises
     UsageError if PEFT is not installed, no layer has such a name, or PEFT does not adapt it; or if the folder has
-    something else than plain LoRA for this model."""
+    something other than plain LoRA for this model."""
     path, targets, alpha = config.model_name_or_path, config.lora_targets, config.lora_alpha
     if path is None:
         return model
@@ -142,7 +142,7 @@ def with_adapters(model: PreTrainedModel, config: LoraFlags) -> nn.Module:
 
 
 def _continue(model: PreTrainedModel, folder: str) -> nn.Module:
-    """Freezes a model and adds the adapters in a folder. Raises UsageError if they are no plain LoRA of this model."""
+    """Freezes a model and adds the adapters in a folder. Raises UsageError if they are not plain LoRA of this model."""
     given, peft = f"--model_name_or_path {folder}", _peft()
     try:
         check_is_pulled(Path(folder, FILE))
@@ -156,7 +156,7 @@ def _continue(model: PreTrainedModel, folder: str) -> nn.Module:
         names = [name for name, weight in adapted.named_parameters() if weight.requires_grad]
         weights = adapted.peft_adapter.read(Path(folder), names, is_of_peft=True)
         if weights.keys() != {*names}:
-            raise UsageError(f"{given}: its weights are not those of {SETTINGS}")
+            raise UsageError(f"{given}: its weights do not match {SETTINGS}")
         adapted.load_state_dict(weights, strict=False)
     except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
         raise UsageError(f"{given}: no adapters of {type(model).__name__} there ({first_line(error)})") from None

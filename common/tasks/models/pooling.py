@@ -28,7 +28,7 @@ class Pooling:
 
     mode: str  # a key of `POOLINGS`
     prompts: dict[str, str]  # {"query": text before each query, "document": text before each document}
-    normalizes: bool  # whether sentence-transformers is told to give vectors the length 1
+    normalizes: bool  # whether the files tell sentence-transformers to give vectors the length 1
     settings: dict[str, Any]  # the other settings in its file
 
     def files(self, width: int, max_length: int) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def read_pooling(path: str | None, mode: str, prompts: dict[str, str | None], ar
 
     Args:
         path: folder or Hub id; None for a new model.
-        mode: a key of `POOLINGS`; or "auto": as modules.json says, and the mean if there is none.
+        mode: a key of `POOLINGS`; or "auto": as modules.json says, or the mean without it.
         prompts: {"query", "document": the flag's prompt, or None for the model's own}
         are_alike: whether both texts of a pair begin with the model's default prompt.
     """

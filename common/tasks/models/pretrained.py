@@ -30,12 +30,12 @@ from .tokenization import tokenizer_of
 TYPES = ("F64", "F32", "F16", "BF16")  # of safetensors, whose numbers are the weights themselves
 SCALED = ("F8_E4M3", "F8_E5M2")  # each comes with its scales
 LARGE = 700_000_000  # weights
-PLAIN = "use the path of the model from which it was made, with weights in float32, bfloat16 or float16"
+PLAIN = "use the path of the original model, with weights in float32, bfloat16 or float16"
 
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Keeps transformers from printing, such as that torchvision is missing, in the `with` block or the function."""
+    """Keeps transformers from printing, such as a line about torchvision, in the `with` block or the function."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
@@ -52,7 +52,7 @@ def load(
     """Loads a model in float32 and its tokenizer.
 
     If safetensors files hold exactly the weights of the model, the weights stay on disk until `fit` fills each process.
-    Raises UsageError for no such model or tokenizer there, or damaged files.
+    Raises UsageError if there is no such model or tokenizer, or files are damaged.
 
     Args:
         kind: a class with `from_pretrained`, such as `AutoModelForCausalLM`.
@@ -60,7 +60,7 @@ def load(
         expected: what should be there, for the message.
         reads: `AutoTokenizer`, or `AutoProcessor` if the model sees images; None for no tokenizer.
         options: for `from_pretrained`; and `tokenizer_path`, if the tokenizer is elsewhere. Code of the model
-            runs if `trust_remote_code` is there and true.
+            runs if `trust_remote_code` is given and true.
 
     Returns:
         (model, tokenizer, names of the weights that are new: the files lack them, or have heads of a different shape)
@@ -86,7 +86,7 @@ def load(
     except Exception as error:  # the library and its network stack raise dozens of types
         for path in Path(name_or_path).glob("*"):
             check_is_pulled(path)
-        if "trust_remote_code" in str(error):  # transformers would ask, in each process, if it were not told
+        if "trust_remote_code" in str(error):  # otherwise transformers would ask, in each process
             advice = "read it, and use --trust_remote_code to run it" if has_flag else "this recipe does not run it"
             raise UsageError(f"--model_name_or_path {name_or_path} comes with its own Python code: {advice}") from None
         is_video = "video processor" in str(error) and find_spec("torchvision") is None
@@ -145,7 +145,7 @@ def switch_off_dropout(model: PreTrainedModel) -> None:
 
 
 def export_of(model: Any, processor: Any, files: Mapping[str, Any] | None = None) -> Callable[[Path], None]:
-    """Makes the function with which `fit` writes files next to the exported weights: those of the tokenizer or
+    """Makes the function that `fit` calls to write files next to the exported weights: the files of the tokenizer or
     processor, the Python code that came with the model, and {path in the folder: content of a JSON file}."""
 
     def export(folder: Path) -> None:
@@ -181,7 +181,7 @@ def exported_model(kind: Any, output_dir: Path) -> tuple[Any, Any]:
 
 
 def _usable(folder: str, kinds: Iterable[Any], load: Callable[[], Any]) -> Any:
-    """What `load` returns. Raises UsageError for damaged files, and for a model of none of these kinds."""
+    """Returns the result of `load`. Raises UsageError for damaged files, and for a model of a different kind."""
     try:
         config = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
         names = [name for kind in kinds for name in kind._model_mapping._model_mapping.values()]
@@ -220,7 +220,7 @@ def _undo_quantization(config: Any) -> dict[str, Any]:
 
 
 def _check_types(model: PreTrainedModel, folder: WeightFiles, dequantized: bool) -> None:
-    """Raises UsageError for a scale that is missing or that nobody applied, or a loaded weight that is no float32."""
+    """Raises UsageError for a scale that is missing or not applied, or a loaded weight that is not float32."""
     names = sorted(folder.types)  # X.weight, X.weight_scale_inv
     for name, following in zip(names, [*names[1:], ""]):
         if dequantized and folder.types[name] in SCALED and not following.startswith(name):
@@ -273,7 +273,7 @@ def files_of(name_or_path: str) -> list[str]:
 
 
 def _left_on_disk(model: PreTrainedModel, folder: WeightFiles) -> bool:
-    """Whether the files hold exactly the weights of a model on meta: then each knows its place, buffers have values."""
+    """Whether the files hold exactly the weights of a model on meta; then each knows its place. Buffers have values."""
     if getattr(model, "_weight_conversions", None):
         return False
     prefix = f"{model.base_model_prefix}."
@@ -298,7 +298,7 @@ def _left_on_disk(model: PreTrainedModel, folder: WeightFiles) -> bool:
 
 def freeze_unused(model: PreTrainedModel, **inputs: Tensor) -> None:
     """Freezes weights on which the first output for these inputs does not depend: DDP and FSDP2 wait for a gradient of
-    each. Leaves large models as they are, and those that do not take the inputs: the run will say so."""
+    each. Does not change large models, or models that do not take the inputs: the run will say so."""
     if model.num_parameters() > LARGE:  # the copy reads weights that may be on disk
         return
     with suppress(Exception):
@@ -310,7 +310,7 @@ def freeze_unused(model: PreTrainedModel, **inputs: Tensor) -> None:
 
 @contextmanager
 def runnable(model: PreTrainedModel) -> Iterator[None]:
-    """Lets a model run in evaluation with weights on disk: random ones, and a few layers, one of each type."""
+    """Lets a model run in evaluation with weights on disk: random weights, and few layers, one of each type."""
     with ExitStack() as cut:
         cut.callback(model.train, model.training)
         if on_disk(model):

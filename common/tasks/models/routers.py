@@ -10,9 +10,9 @@ from ...errors import UsageError
 
 
 def experts_per_token(model: PreTrainedModel) -> int:
-    """The number of experts that a router chooses. Raises UsageError unless it chooses by probability alone."""
+    """The number of experts that a router chooses. Raises UsageError unless it chooses only by probability."""
     number: int = getattr(model.config.get_text_config(), "num_experts_per_tok", 0)
-    others = [name for name, _ in model.named_buffers() if name.endswith("correction_bias")]  # they choose otherwise
+    others = [name for name, _ in model.named_buffers() if name.endswith("correction_bias")]  # they choose differently
     if number == 0 or others or "router_logits" not in (model._can_record_outputs or {}):
         raise UsageError(
             f"--router_loss: {type(model).__name__} has no routers that choose by probability alone: leave it out"
@@ -30,7 +30,7 @@ def routes_of(logits: Sequence[Tensor], counted: Tensor, num_chosen: int) -> dic
 
     Returns:
         "chosen", the share of tokens that each expert gets, and "probability", each of shape (batch, experts);
-        "tokens", the number of counted ones, of shape (batch,).
+        "tokens", the number of counted tokens, of shape (batch,).
     """
     number = counted.sum(1)
     chosen, probability = (torch.zeros(len(number), logits[0].shape[-1], device=number.device) for _ in range(2))

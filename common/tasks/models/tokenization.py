@@ -30,20 +30,20 @@ def is_bytewise(tokenizer: Any) -> bool:
 
 
 def tokenizer_of(processor: Any) -> Any:
-    """The tokenizer of a processor, which also reads images. A tokenizer is its own."""
+    """The tokenizer of a processor, which also reads images; a tokenizer itself."""
     return getattr(processor, "tokenizer", processor)
 
 
 def adds_special_tokens(processor: Any, text: str) -> bool:
-    """Whether tokens such as that of the beginning come before a rendered conversation, as in transformers'
+    """Whether special tokens, such as one for the beginning, come before a conversation, as in transformers'
     `apply_chat_template`: tokenizers add none, processors add them unless the text begins with one."""
     plain = tokenizer_of(processor)
     return plain is not processor and not (plain.bos_token is not None and text.startswith(plain.bos_token))
 
 
 def rows_with_tokens(*encoded: Any) -> list[int]:
-    """The numbers of the samples that have tokens in each of these columns, which a tokenizer gave. Attention in a text
-    without tokens has nothing to attend to, which is 0/0. Prints how many such samples there are, and how many are cut.
+    """The numbers of the samples that have tokens in each of these columns from a tokenizer. Attention in a text
+    without tokens has nothing to attend to, and gets 0/0. Prints how many such samples there are, and how many are cut.
     Raises UsageError if no sample has tokens."""
     columns = [column["input_ids"] for column in encoded]
     kept = [row for row, sample in enumerate(zip(*columns)) if all(sample)]

@@ -62,7 +62,7 @@ def load_labelled_texts(
 ) -> tuple[Labelled, Labelled]:
     """(training texts, evaluation texts), or pairs of texts, which are tuples, with their classes or numbers. Numbers
     have the one class "LABEL_0", transformers' name of an output. If the source has only one part, one text in five is
-    held out. Raises UsageError for no data, no such column, an empty part, no such target, or fewer than two classes.
+    held out. Raises UsageError for missing data or columns, an empty part, a wrong target, or fewer than two classes.
 
     Args:
         data: "stdlib" (lines of Python's standard library; the class is the package); or what `load_tables` takes.
@@ -98,7 +98,7 @@ def load_labelled_texts(
         )
     if is_number:
         if min(len({*part}) for part in labels) < 2:  # such as a test split with hidden numbers
-            raise UsageError(f"--data {data}: the training or evaluation texts all have one number: expected others")
+            raise UsageError(f"--data {data}: the training or evaluation texts all have one number: expected several")
         train, evaluation = (Labelled(*each, ["LABEL_0"]) for each in zip(texts, labels))
         return train, evaluation
     both = [Labelled.of_names(*each, declared) for each in zip(texts, labels)]

@@ -25,7 +25,7 @@ ADVICE = "use --data stdlib for the embedded pairs, or the path of a .csv, .json
 
 
 class Pair(NamedTuple):
-    """Texts that belong together: a query, its document, and wrong documents. Or two texts and how alike they are."""
+    """Texts that belong together: a query, its document, and wrong documents. Or two texts, and their similarity."""
 
     texts: tuple[str, ...]
     score: float | None = None
@@ -61,7 +61,7 @@ def text_names(parts: list[list[Pair]]) -> list[str]:
     """The names of the texts of each pair. Raises UsageError if parts of the data differ in their negatives."""
     numbers = {len(part[0].texts) for part in parts}
     if len(numbers) > 1:
-        raise UsageError("parts of --data differ in columns of negatives: name those to use with --negative_column")
+        raise UsageError("parts of --data differ in columns of negatives: name the ones to use with --negative_column")
     return ["query", "document", *(f"negative_{number}" for number in range(1, numbers.pop() - 1))]
 
 
@@ -73,7 +73,7 @@ def load_pairs(
     score_column: str | None = None,
 ) -> tuple[list[Pair], list[Pair]]:
     """(training pairs, evaluation pairs) of texts. If the source has only one part, one pair in ten is held out. Raises
-    UsageError for no data, no such column, a score that is not a number, or fewer than two pairs in a part.
+    UsageError for missing data, a missing column, a score that is not a number, or fewer than two pairs in a part.
 
     Args:
         data: "stdlib" (docstrings of Python's standard library, each with its function); or what `load_tables` takes.
@@ -81,7 +81,7 @@ def load_pairs(
         document_column: name of the column with the second texts.
         negative_column: names of columns with wrong documents, with commas between them; None for those that are called
             negative, or negative_1 and so on.
-        score_column: name of a column with numbers for how much the two texts are alike; then there are no negatives.
+        score_column: name of a column with the similarity of the two texts, a number; then there are no negatives.
     """
     if data == "stdlib":
         if negative_column or score_column:
@@ -94,8 +94,8 @@ def load_pairs(
     train, evaluation = divide(parts)
     if min(len(train), len(evaluation)) < 2:
         raise UsageError(
-            f"--data {data} has {len(train)} training and {len(evaluation)} evaluation pairs: expected two or more of "
-            f"both, so {2 * HELD_OUT} rows if it has no evaluation part"
+            f"--data {data} has {len(train)} training and {len(evaluation)} evaluation pairs: expected two or more "
+            f"of each, so {2 * HELD_OUT} rows if it has no evaluation part"
         )
     return train, evaluation
 
@@ -112,7 +112,7 @@ def documented_functions() -> Iterator[tuple[ast.FunctionDef | ast.AsyncFunction
 
 
 def _standard_library() -> list[Pair]:
-    """The first paragraph of each function's docstring, and the function without it; of equal docstrings the first."""
+    """The first paragraph of each function's docstring, and the function without it. Skips repeated docstrings."""
     pairs = dict[str, str]()
     for node, docstring in documented_functions():
         del node.body[0]

@@ -77,7 +77,7 @@ class Windows(ListDataset):
 
 
 def _labels(question: Question, places: list[tuple[int, int]], cls: int) -> tuple[int, int]:
-    """The places of the first and the last token of the first answer; twice that of [CLS] if they are not all there."""
+    """The places of the first and the last token of the first answer; twice [CLS]'s place if they are not all there."""
     for text, begin in question.answers[:1]:
         before = [at for at, (start, _) in enumerate(places) if 0 <= start <= begin]
         after = [at for at, (_, stop) in enumerate(places) if stop >= begin + len(text)]
@@ -87,11 +87,11 @@ def _labels(question: Question, places: list[tuple[int, int]], cls: int) -> tupl
 
 
 def best_answers(parts: Sequence[Windows], examples: dict[str, Tensor], may_be_none: bool) -> dict[Question, str]:
-    """The answer to each question: of all its windows the one with the highest score; "" if none scores higher.
+    """The answer to each question: the one with the highest score in its windows; "" if no answer scores higher.
 
     Args:
         parts: of an evaluation set, one after another.
-        examples: of each window the "score" of its best answer, which is from "begin" to "end", and of "no_answer".
+        examples: for each window, the "score" of its best answer from "begin" to "end", and the score "no_answer".
         may_be_none: whether questions may have no answer.
     """
     found, nothing = dict[Question, tuple[float, str]](), dict[Question, float]()
@@ -115,7 +115,7 @@ def exact_and_f1(answers: dict[Question, str], may_be_none: bool) -> dict[str, f
 
 
 def _scores(given: str, answers: Sequence[tuple[str, int]]) -> tuple[float, float]:
-    """(whether the words are those of a right answer, the highest F1 of the words)"""
+    """(whether the words are a right answer's, the highest F1 of the words)"""
     words, rights = _words(given), [*filter(None, (_words(text) for text, _ in answers))] or [[]]
     same = [(Counter(words) & Counter(right)).total() for right in rights]
     f1 = max(2 * number / (len(words) + len(right)) if right else not words for number, right in zip(same, rights))
@@ -132,7 +132,7 @@ def load_questions(
     data: str, context: str, question: str, answers: str, embedded: Callable[[], list[Question]]
 ) -> tuple[list[Question], list[Question]]:
     """(training questions, evaluation questions) with their texts and answers. If the source has only one part, one
-    text in ten is held out. Raises UsageError for no data, no such column, or an answer that is not in its text.
+    text in ten is held out. Raises UsageError for missing data, a missing column, or an answer that is not in its text.
 
     Args:
         data: "stdlib", for what `embedded` returns; or what `load_tables` takes: rows with the columns of `datasets`'
@@ -182,6 +182,6 @@ def _answers(cell: Any, start: Any, context: str, where: str) -> list[tuple[str,
     for text, begin in found:
         if begin < 0 or context[begin : begin + len(text)] != text:
             place, there = "in" if begin < 0 else f"at character {begin} of", context.find(text)
-            right = f"it is at character {there}" if there >= 0 else "copy it from the text as it is"
+            right = f"it is at character {there}" if there >= 0 else "copy it from the text unchanged"
             raise UsageError(f"{where}: answer '{text}' is not {place} its text: {right}")
     return found

@@ -19,7 +19,7 @@ from ..reading.text_files import Place, ending_of, local_path, open_text
 
 CONLL = dict.fromkeys((".conll", ".conllu", ".bio", ".iob", ".iob2", ".txt", ".tsv"), "CoNLL")
 ADVICE = (
-    f"use --data stdlib, or the path of a .jsonl or .parquet file, or of one with a word a line: {', '.join(CONLL)}"
+    f"use --data stdlib, or the path of a .jsonl or .parquet file, or of one with a word per line: {', '.join(CONLL)}"
 )
 COMMENT = re.compile(r"# ?(id\s|[\w.]+ ?=)")  # such as "# sent_id = 12", before a sentence
 MARK = re.compile("[BILUES]-.")  # of a tag: where in an entity the word is
@@ -29,12 +29,12 @@ Sentence = tuple[list[str], list[str]]  # words, and the tag of each
 
 class EncodedWords(ListDataset):
     """Samples {"input_ids", "labels": int64 of shape (length,); "weight": float32, 0-dim}. The first token of a word
-    has its tag as label, all others `IGNORED`. The weight is the number of words. A sample without one is left out.
+    has its tag as label, all others `IGNORED`. The weight is the number of words. A sample without words is left out.
 
     Args:
         source: words, and tuples of the numbers of their tags.
         tokenizer: a transformers tokenizer that knows which token belongs to which word.
-        max_length: tokens beyond this number are left out. A line tells how many words that affects.
+        max_length: tokens beyond this number are left out. Prints how many words that affects.
     """
 
     def __init__(self, source: Labelled, tokenizer: Any, max_length: int):
@@ -60,8 +60,8 @@ class EncodedWords(ListDataset):
 class Entities:
     """Counts the entities that tags make, as seqeval does: B-X and I-X (BIO), or with L- and U- (BILOU), or E- and S-.
 
-    An entity ends where its type changes. I- without a B- before it begins one. A tag without such a mark is an entity
-    of one word, O is none. `classes` are the tags in the order of their numbers, `types` those of entities."""
+    An entity ends where its type changes. An I- without a B- before it begins one. A tag without a mark is an entity
+    of one word, O is no entity. `classes` are the tags in the order of their numbers, `types` the types of entities."""
 
     def __init__(self, classes: list[str]):
         marks, kinds = zip(*[(name[0], name[2:]) if MARK.match(name) else ("S", name) for name in classes])
@@ -72,7 +72,7 @@ class Entities:
 
     def count(self, predicted: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """{"entities", "predicted_entities", "right_entities": int64 of shape (batch, types)}. Both arguments hold
-        numbers of tags, of shape (batch, length); where `labels` is `IGNORED` there is no word."""
+        numbers of tags, of shape (batch, length); a label `IGNORED` means no word."""
         beyond, order = (labels == IGNORED).int().sort(dim=1, stable=True)  # the words first, in their order
         real, ours = (self._find(tags.gather(1, order).clamp(min=0), beyond) for tags in (labels, predicted))
         right = real[0] * (real == ours).all(0)
@@ -104,11 +104,11 @@ def load_tagged_words(
     data: str, word_column: str, tag_column: str, embedded: Callable[[], list[Sentence]]
 ) -> tuple[Labelled, Labelled]:
     """(training sentences, evaluation sentences): lists of words, and a tuple with the number of each word's tag. If
-    the source has only one part, one in ten is held out. Raises UsageError for no data, no such column, a word without
+    the source has only one part, one in ten is held out. Raises UsageError for missing data or columns, a word without
     a tag, or an empty part.
 
     Args:
-        data: "stdlib", for what `embedded` gives; a CoNLL file, or a folder of such; or what `load_tables` takes.
+        data: "stdlib", for what `embedded` gives; a CoNLL file, or a folder of such files; or what `load_tables` takes.
         word_column, tag_column: names of columns with lists, or with texts that white space divides. The columns of
             CoNLL files are called 1, 2, ...; without such names the first one has the words, the last one the tags.
     """
@@ -138,7 +138,7 @@ def load_tagged_words(
 
 
 def _conll_files(data: str) -> list[list[Place]]:
-    """The files with a word a line of each split; empty if the data are rows of tables. Raises UsageError."""
+    """The files with one word per line of each split; empty if the data are rows of tables. Raises UsageError."""
     path = local_path(data)
     if ending_of(path) in CONLL and not path.exists():  # no Hub id
         raise UsageError(f"--data {data}: no such file; {ADVICE}")
@@ -148,7 +148,7 @@ def _conll_files(data: str) -> list[list[Place]]:
 
 
 def _sentences(place: Place, word_column: str, tag_column: str) -> Iterator[Sentence]:
-    """The sentences of a CoNLL file: a word a line, an empty line after each; columns by tabs, or else white space."""
+    """The sentences of a CoNLL file: one word per line, an empty line after each; columns by tabs or white space."""
     with open_text(place, None) as file:
         lines = [line.rstrip("\n") for line in file]
     first = next((line for line in lines if line.strip() and not line.startswith(("#", "-DOCSTART-"))), "")
@@ -162,7 +162,7 @@ def _sentences(place: Place, word_column: str, tag_column: str) -> Iterator[Sent
         raise UsageError(f"{place}: expected a word and its tag in a line, found {first.strip()[:40]!r}")
     if not {word_column, tag_column} <= {*names}:
         taken = [(name, names[column]) for name, column in zip((word_column, tag_column), at) if name not in names]
-        facts = [f"no column is called {name}: column {there} is taken" for name, there in taken]
+        facts = [f"no column is called {name}: column {there} is used" for name, there in taken]
         say(f"{place}: {', '.join(facts)}")
     tag, every = cells[at[1]], [line.split(separator)[at[1] :][:1] for line in lines]
     if not has_header and every.count([tag]) == 1 and tag != "O" and not MARK.match(tag):

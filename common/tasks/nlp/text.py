@@ -24,10 +24,10 @@ STDLIB_CHARACTERS = 1_000_000  # enough for a minute of training, and quick to e
 MAX_BYTES_IN_MEMORY = 16_000_000  # larger text is tokenised once, into a file
 CHARACTERS_PER_PIECE = 100_000
 CHARACTERS_PER_LINE = 50_000  # a piece ends within a line that is longer
-CHARACTERS_PER_BATCH = 1_000_000  # that are tokenised at one time
+CHARACTERS_PER_BATCH = 1_000_000  # characters to tokenise at one time
 TEXTS = dict.fromkeys((".txt", ".md", ".py"), "text")
 ADVICE = "use --data stdlib for the embedded text, or --data FILE.txt"
-VERSION = 3  # of the files of tokens: a new number makes new ones
+VERSION = 3  # of the files of tokens: a new number makes new files
 
 
 class TokenDataset(InMemoryDataset):
@@ -90,7 +90,7 @@ def load_tokens(
 
     Text of up to `MAX_BYTES_IN_MEMORY` is tokenised as a whole, in memory, at each start. Larger text is tokenised
     once, in pieces, and the tokens stay in a file. A text file is cut at line ends, into pieces of 100 kB. A data set
-    is tokenised row by row, with a newline between rows. Raises UsageError for no data, for anything but text, or for
+    is tokenised row by row, with a newline between rows. Raises UsageError for missing data, anything but text, or
     less than a block.
 
     Args:
@@ -220,7 +220,7 @@ def map_tokens(file: Path) -> Tensor:
 
 
 def _encode(texts: list[str], tokenizer: Any) -> Tensor:
-    """The tokens of all texts, one text after another: uint8 if they are bytes, else int32."""
+    """The tokens of all texts, one text after another: uint8 if they are bytes, otherwise int32."""
     if is_bytewise(tokenizer):  # needs no tokenizer
         return torch.from_numpy(numpy.frombuffer("".join(texts).encode(), numpy.uint8).copy())
     quiet = {"verbose": False, "return_attention_mask": False, "return_token_type_ids": False}

@@ -48,7 +48,7 @@ class Translations(ListDataset):
 
 def load_translations(data: str, source: str, target: str, embedded: Callable[[], Pairs]) -> tuple[Pairs, Pairs]:
     """(training pairs, evaluation pairs) of a text and its translation or summary. If the source has only one part, one
-    pair in ten is held out. Raises UsageError for no data, no such column, or fewer than two pairs.
+    pair in ten is held out. Raises UsageError for missing data, a missing column, or fewer than two pairs.
 
     Args:
         data: "dates", for what `embedded` gives; or what `load_tables` takes.
@@ -65,8 +65,8 @@ def load_translations(data: str, source: str, target: str, embedded: Callable[[]
 
 
 def make_measure(name: str) -> Callable[[list[str], list[str]], dict[str, float]]:
-    """A function from written texts and right ones to the share of equal ones, and with "bleu" sacrebleu's BLEU and
-    chrF, with "rouge" the F1 of rouge-score with stems; all in percent. Raises UsageError for a missing package."""
+    """A function of written and right texts. It returns the share that is equal; with "bleu" also sacrebleu's BLEU and
+    chrF, with "rouge" rouge-score's F1 with stems; all in percent. Raises UsageError for a missing package."""
     try:
         if name == "bleu":
             from sacrebleu import corpus_bleu, corpus_chrf

@@ -25,12 +25,12 @@ class Opener:
     """Opens images.
 
     An image is what a viewer shows: upright, in 8 bits, on white where it is transparent, the first frame of several.
-    It prints once, over all DataLoader workers, what it does with animations and with numbers whose white is undefined.
+    It prints once, over all DataLoader workers, what it does with animations and with numbers that do not define white.
     """
 
     def __init__(self) -> None:
         self.said = torch.zeros(2, dtype=torch.uint8)
-        with suppress(RuntimeError):  # without shared memory each worker says it
+        with suppress(RuntimeError):  # without shared memory each worker prints it
             self.said.share_memory_()
 
     def __call__(self, file: Any, name: str) -> Image.Image:
@@ -38,7 +38,7 @@ class Opener:
         if isinstance(file, dict):
             file = file.get("bytes") or file.get("path")
         try:
-            with warnings.catch_warnings(action="ignore"):  # of Pillow, about what it then reads
+            with warnings.catch_warnings(action="ignore"):  # of Pillow, about images that it reads anyway
                 if isinstance(file, Image.Image):
                     return self._decode(file, name)
                 file = local_path(file) if isinstance(file, str) else file  # with ~ for the home folder
@@ -57,7 +57,7 @@ class Opener:
     def _decode(self, image: Image.Image, name: str) -> Any:
         raw = _raw_mode(image)
         image.load()
-        is_grey = ImageMode.getmode(image.mode).basemode == "L" or raw in ("LA", "LA;16B")  # that opens as RGBA
+        is_grey = ImageMode.getmode(image.mode).basemode == "L" or raw in ("LA", "LA;16B")  # which opens as RGBA
         has_palette, turn = image.mode.startswith("P"), -1
         with suppress(Exception):  # damaged tags
             turn = int(image.getexif().get(ExifTags.Base.Orientation, 1)) - 2
@@ -74,7 +74,7 @@ class Opener:
         return image.transpose(Image.Transpose[TURNS[turn]]) if 0 <= turn < len(TURNS) else image
 
     def _levels(self, image: Image.Image, raw: str, name: str) -> numpy.ndarray:
-        """uint8 of shape (height, width) for one with more than 8 bits."""
+        """uint8 of shape (height, width) for an image with more than 8 bits."""
         values, tags = numpy.asarray(image), getattr(image, "tag_v2", {})
         white = {"I": 65535, "F": 1}.get(image.mode) or 2 ** tags.get(BITS, (16,))[0] - 1
         if not (values.min() >= 0 and values.max() <= white):  # also NaN
@@ -84,7 +84,7 @@ class Opener:
             )
         says_white = image.mode.startswith("I;16") or raw == "I;16B" or (image.mode, image.format) == ("I", "PPM")
         if not says_white:
-            self._say(LEVELS, f"{name} has numbers of 32 bits: 0 is taken for black and {white} for white")
+            self._say(LEVELS, f"{name} has numbers of 32 bits: 0 counts as black and {white} as white")
         levels = numpy.rint(values.astype(numpy.float64) * (255 / white)).astype(numpy.uint8)
         if tags.get(PHOTOMETRIC) == 0:
             levels = 255 - levels
@@ -104,7 +104,7 @@ def _raw_mode(image: Image.Image) -> str:
 
 
 def _scale_key(image: Image.Image, raw: str) -> None:
-    """Gives the colour of a PNG that stands for transparent the depth that Pillow gives the pixels."""
+    """Scales the colour that a PNG marks as transparent to the depth that Pillow gives the pixels."""
     key: Any = image.info.get("transparency")
     if key is None:
         return

@@ -14,7 +14,7 @@ from torch.utils.data import Subset
 from ...data.facts import say, shorten
 from ...errors import UsageError
 
-NO_CLASS = "-1"  # in data sets of which a part has no classes
+NO_CLASS = "-1"  # in data sets with a part that has no classes
 MANY = 20  # classes: from this number on, each needs two samples
 
 
@@ -59,7 +59,7 @@ class Labelled:
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """The different names, by their numbers if all are numbers, so that 10 comes after 2; else as texts."""
+    """The different names, by their numbers if all are numbers, so that 10 comes after 2; otherwise as texts."""
     texts = sorted({*names})
     numbers = [_number(name) for name in texts]
     return texts if None in numbers else [name for _, name in sorted(zip(numbers, texts))]
@@ -80,7 +80,7 @@ def with_same_classes(data: str, parts: Sequence[Labelled], what: str) -> list[L
     if len({*parts[0].labels}) < 2 and not parts[0].has_several:
         raise UsageError(
             f"--data {data} has {what}s of one class, {own[parts[0].labels[0]]}: expected two or more, such as a "
-            "sub-folder for each; of a table, --max_samples takes the first rows"
+            "sub-folder for each; from a table, --max_samples takes the first rows"
         )
     if len(used) > max(MANY, size / 2):
         names = shorten(in_order(used))
@@ -100,7 +100,7 @@ def say_odd_classes(data: str, parts: Sequence[Labelled], what: str) -> None:
         alike.setdefault(plain if (number := _number(plain)) is None else number, []).append(name)
     for line, found in {
         f"classes of the evaluation that no {what} for training has": [n for n in classes if n in evaluated - trained],
-        "classes that look alike, but count as different ones": [
+        "classes that look alike, but count as different": [
             " and ".join(map(ascii, names)) for names in alike.values() if len(names) > 1
         ],
         "a class like any other here, although it may mean no class": [NO_CLASS] * (NO_CLASS in trained | evaluated),
@@ -110,7 +110,7 @@ def say_odd_classes(data: str, parts: Sequence[Labelled], what: str) -> None:
 
 
 def flatten(labels: Sequence[Any]) -> list[Any]:
-    """The class of each sample; or those of the first sample, then those of the second one, ..."""
+    """The class of each sample; or all classes of the first sample, then of the second, ..."""
     return [one for label in labels for one in (label if isinstance(label, list | tuple) else [label])]
 
 
@@ -142,9 +142,9 @@ def config_of_classes(classes: list[str]) -> dict[str, Any]:
 def classes_of_model(name_or_path: str, classes: list[str]) -> tuple[list[str], bool]:
     """The classes in the order of the head that a pretrained model gets, and whether this head must be new.
 
-    A head that knows each class by one name keeps its order and its weights. One without names (LABEL_0, ...) takes the
-    classes in the order of the data; if these are numbers of most of its outputs, it takes all numbers. Any other
-    would give its outputs other names: it is new, and a line says so.
+    A head that knows each class by one name keeps its order and weights. A head without names (LABEL_0, ...) takes the
+    classes in the order of the data; if these are numbers of most of its outputs, it takes all numbers. Any other head
+    would give its outputs other names: then the head is new, and a line says so.
     """
     from transformers import PretrainedConfig
 
@@ -160,10 +160,10 @@ def classes_of_model(name_or_path: str, classes: list[str]) -> tuple[list[str], 
         numbers = [*map(str, range(len(names)))]
         if not ({*classes} < {*numbers} and 2 * len(classes) > len(names)):
             return classes, False
-        say(f"the outputs of {name_or_path} have no names: they are taken as the classes 0 to {numbers[-1]}")
+        say(f"the outputs of {name_or_path} have no names: they count as the classes 0 to {numbers[-1]}")
         return numbers, False
     say(
-        f"the head is new: that of {name_or_path} knows {shorten(names)}; the data has {shorten(classes)} (a head "
+        f"the head is new: the head of {name_or_path} knows {shorten(names)}; the data has {shorten(classes)} (a head "
         "keeps its weights if it knows all classes of the data by name)"
     )
     return classes, True

@@ -24,15 +24,15 @@ METADATA, FILE_NAME = ("metadata.csv", "metadata.jsonl"), "file_name"  # the Hub
 FORM = "expected a folder with a sub-folder for each class, such as cat/1.png and dog/2.png"
 
 Files = list[tuple[str, Any]]  # (path, class), or (path, classes)
-Beside = tuple[Path, list[Row], str]  # a table beside the files, its rows, and the column that says what each has
+Beside = tuple[Path, list[Row], str]  # a table next to the files, its rows, and the column with the classes or texts
 
 
 class Media(NamedTuple):
-    """What the files of a folder hold."""
+    """The kind of the files in a folder."""
 
     name: str  # with s: several of them
     endings: set[str]  # of their names
-    columns: tuple[str, ...]  # of a table beside the files, that may hold what each has
+    columns: tuple[str, ...]  # of a table next to the files, that may hold classes or texts
     form: str  # of the folder, for messages
     has: str = "classes"  # which folders can name, too; or "texts"
 
@@ -61,7 +61,7 @@ class ImageFiles:
 
 
 def files_in(data: str, table: Table, column: str) -> Any:
-    """The files in a column of `--data`, or paths that begin at its folder. Raises UsageError for no file."""
+    """The files in a column of `--data`, or paths that begin at its folder. Raises UsageError for a missing file."""
     files, kind, path = table.values(column), table.kinds.get(column), local_path(data).absolute()
     if kind is not None and getattr(kind, "dtype", None) != "string":
         return files
@@ -74,8 +74,8 @@ def files_in(data: str, table: Table, column: str) -> Any:
 
 
 def load_image_splits(data: str, advice: str, max_samples: int | None = None) -> list[Labelled]:
-    """The images for training and, if the source has some, those for evaluation; both with the same classes. Raises
-    UsageError for no data, no images or no classes.
+    """The images for training and, if the source has some, for evaluation; both with the same classes. Raises
+    UsageError if there are no data, images or classes.
 
     Args:
         data: a folder with a sub-folder for each class, perhaps below "train" and "test"; one with parquet files; or a
@@ -94,7 +94,7 @@ def load_image_splits(data: str, advice: str, max_samples: int | None = None) ->
         tables = load_tables(data, advice, max_samples, lambda table: table.has_classes(_label_column(table)))
         parts = [_of_table(data, table) for table in tables]
     if parts[0].has_several != parts[-1].has_several:
-        raise UsageError(f"--data {data}: one part has lists of classes, the other has not: use lists in both")
+        raise UsageError(f"--data {data}: one part has lists of classes, the other does not: use lists in both")
     parts = with_same_classes(data, parts, "image")
     tasks = ["training", "evaluation"] if len(parts) == 2 else ["training and evaluation"]
     facts = [f"{len(part.labels):,} images for {task}" for part, task in zip(parts, tasks)]
@@ -142,9 +142,9 @@ def _label_column(table: Table) -> str | None:
 
 
 def read_folder(data: str, folder: Path, advice: str, kind: Media) -> list[Files]:
-    """The files of a kind in a folder with what each has, in the order of their names: those for training and, if
-    folders are called so, those for evaluation; none if there are parquet files, which are the data then. A line says
-    which folders are, and what is left out. No file is opened. Raises UsageError for no such files, files without
+    """The files of a kind in a folder with their classes, in the order of names: for training and, if
+    folders are called so, for evaluation; none if there are parquet files, which are the data then. Prints
+    these folders, and what is left out. No file is opened. Raises UsageError if there are no files, files without
     classes, or a folder that cannot be read."""
     found, left_out = walk(folder, twice=True)
     files = [file for file in found if Path(file).suffix.lower() in kind.endings]
@@ -198,7 +198,7 @@ def _parts(data: str, files: list[str], left_out: LeftOut, kind: Media, tables: 
 
 
 def _table_in(folder: Path, kind: Media) -> Beside | None:
-    """The table in a folder that says what its files have; None without one."""
+    """The table in a folder with the classes or texts of its files; None without one."""
     for path in filter(Path.is_file, (folder / name for name in METADATA)):
         rows = [*table_of(str(path), [path], None, {})]
         for column in kind.columns:
@@ -208,9 +208,9 @@ def _table_in(folder: Path, kind: Media) -> Beside | None:
 
 
 def _by_folder(below: str, files: list[str], left_out: LeftOut, kind: Media) -> Files:
-    """The class of each file: its folder, the first below the folder of the part."""
+    """The class of each file: the first folder below the folder of the part."""
     ways = [(file, file[len(below) :].split("/")) for file in files]
-    beside = left_out.setdefault(f"{kind.name}s beside the folders of classes", [])
+    beside = left_out.setdefault(f"{kind.name}s next to the folders of classes", [])
     beside.extend(file for file, way in ways if len(way) < 2)
     if deep := [(file, way) for file, way in ways if len(way) > 2]:
         file, way = deep[0]
@@ -220,7 +220,7 @@ def _by_folder(below: str, files: list[str], left_out: LeftOut, kind: Media) -> 
 
 
 def _by_table(folder: Path, table: Beside, below: str, files: list[str], left_out: LeftOut, kind: Media) -> Files:
-    """What a table says that the files below a folder have."""
+    """The labels that a table gives the files below a folder."""
     path, rows, column = table
     for number, row in enumerate(rows, start=1):
         if not text_of_cell(row[FILE_NAME]) or {None, ""} & {*flatten([names_in(row[column])])}:

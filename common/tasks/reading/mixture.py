@@ -22,7 +22,7 @@ EXAMPLE = "use one source and its weight per line, such as chats.jsonl: 3"
 def weights_of(data: str) -> dict[str, float] | None:
     """{source: its weight}; None if `--data` names one source. Raises UsageError for invalid weights."""
     if os.path.isdir(data) or (os.path.isfile(data) and Path(data).suffix not in (".yaml", ".yml")):  # noqa: PTH112, PTH113
-        return None  # a file may be called a:1,b:2; os.path says no to a name that is too long
+        return None  # a file may be called a:1,b:2; os.path returns False for a name that is too long
     words = [word.strip() for word in data.split(",")]
     given = [re.fullmatch(r"[^,]+:([-+]?[\d.][\d.e+-]*|[-+]?(nan|inf)\w*)", word, re.I) is not None for word in words]
     if len(words) > 1 and any(given):

@@ -1,4 +1,4 @@
-"""Rows of tables, as their files have them: no type is guessed, and a cell is its text."""
+"""Rows of tables, as in their files: no type is guessed, and a cell is its text."""
 
 import csv
 import json
@@ -22,7 +22,7 @@ from ...errors import UsageError, first_line
 from ..streams import cache_folder, rows_on_disk
 from .text_files import Place, ending_of, open_text, packing_of
 
-VERSION = 3  # of the rows on disk: a new number makes new ones
+VERSION = 3  # of the rows on disk: a new number makes new files
 MAX_BYTES_IN_MEMORY = 16_000_000  # the rows of larger files stay on disk
 UNPACKED = 8  # times the size of a packed file, about
 ROWS_PER_READ = 1000  # of a large file
@@ -41,7 +41,7 @@ Row = dict[str, Any]
 
 
 class Number(float):
-    """A number with a fraction, or with an exponent, of a JSON file, that knows how it is written there: 1.10."""
+    """A number with a fraction, or with an exponent, of a JSON file, that keeps its spelling there: 1.10."""
 
     text: str
 
@@ -57,7 +57,7 @@ class Table:
 
     name: str  # of the source, for messages
     column_names: list[str]  # of all rows
-    rows: Any  # a list of rows, in which cells may be missing; or what reads them, as a `datasets.Dataset` does
+    rows: Any  # a list of rows, perhaps without some cells; or a reader of rows, such as a `datasets.Dataset`
     key: object  # differs for each table
     num_bytes: int  # about
     kinds: dict[str, Any]  # {column: its type in `datasets`} of a file that has types
@@ -66,7 +66,7 @@ class Table:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Row:
-        """A row, whose cells are texts, or None, or lists, dicts and bytes as they are."""
+        """A row. Its cells are texts or None; lists, dicts and bytes are unchanged."""
         return self._with_texts(self.rows[index])
 
     def __iter__(self) -> Iterator[Row]:
@@ -87,13 +87,13 @@ class Table:
                 raise UsageError(f"--data {self.name} has no column {name}: use {flag} with one of {found}")
 
     def _named_texts(self) -> Iterator[str]:
-        """The columns, and in place of one with texts by name, "translation.de" and the others."""
+        """The columns; a column with texts by name becomes "translation.de" and so on."""
         for column, cell in next(iter(self), dict.fromkeys(self.column_names)).items():
             texts = isinstance(cell, dict) and all(isinstance(text, str) for text in cell.values())
             yield from (f"{column}.{key}" for key in cell) if texts and cell else [column]
 
     def say_unread(self, *read: str) -> None:
-        """Prints which columns are none of these."""
+        """Prints the columns that are not among these."""
         if unread := [name for name in self.column_names if name not in read]:
             say(f"--data {self.name}: columns not read: {', '.join(unread)}")
 
@@ -106,7 +106,7 @@ class Table:
         return any({str(one).strip() for one in cell if one is not None} - nothing for cell in cells)
 
     def values(self, column: str) -> Any:
-        """A sequence of the cells of a column; of "translation.de" of what its cells have as "de"."""
+        """A sequence of the cells of a column; for "translation.de", the values that its cells have as "de"."""
         whole, _, part = column.partition(".")
         if column not in self.column_names and part:
             cells = (cell if isinstance(cell, dict) else parts_of_cell(cell) for cell in self.values(whole))
@@ -155,7 +155,7 @@ class TableColumn:
 
 
 class RowsOnDisk(TableColumn):
-    """Rows, of which a column of a `datasets.Dataset` holds the JSON texts."""
+    """Rows whose JSON texts are in a column of a `datasets.Dataset`."""
 
     def __getitem__(self, wanted: int | slice) -> Any:
         found = super().__getitem__(wanted)
@@ -195,7 +195,7 @@ def rows_with_text(table: Table, *columns: str, beside: Sequence[Any] | None = N
 
 
 def parts_of_cell(cell: Any, separator: str | None = None) -> list[Any]:
-    """A list, or the parts of a text. Raises UsageError for a list or dict that `to_csv` of pandas made a text."""
+    """A list, or the parts of a text. Raises UsageError for a list or dict that pandas' `to_csv` wrote as text."""
     text = cell if isinstance(cell, list) else text_of_cell(cell) or ""
     if isinstance(text, str) and re.match(r"[\[{]\s*(['\"].*|[-+.,\d\s]*)[\]}]$", text, re.DOTALL):
         raise UsageError(f"a list or dict is text in a cell, {text[:40]}: write the table as JSON lines or parquet")
@@ -302,7 +302,7 @@ def _csv_rows(place: Place, text: TextIO) -> Iterator[Row]:
 
 def _quoting_of_tabs(place: Place, first: str) -> Any:
     """Whether quotes are text, as in text/tab-separated-values; or CSV's: if no fewer rows have a cell for each name
-    then, and the header is in quotes or quotes are doubled. A line says what is assumed, if it matters."""
+    then, and the header is in quotes or quotes are doubled. A line says which, if it matters."""
     fits, sizes, begins, doubled = list[tuple[int, int]](), list[int](), False, False
     for quoting in (csv.QUOTE_NONE, csv.QUOTE_MINIMAL):
         with open_text(place, "", says_encoding=False) as text, suppress(csv.Error):
@@ -321,9 +321,7 @@ def _quoting_of_tabs(place: Place, first: str) -> Any:
     if len(fits) < 2:
         return csv.QUOTE_NONE
     as_csv = fits[1] > fits[0] or (fits[1] == fits[0] and doubled)
-    rule, other = (
-        ("stand around cells, as in CSV", "as text") if as_csv else ("are text, as in all such files", "as CSV")
-    )
+    rule, other = ("surround cells, as in CSV", "as text") if as_csv else ("are text, as in all such files", "as CSV")
     say(f"{place}: its quotation marks {rule}: {sizes[as_csv]:,} rows ({other} {sizes[not as_csv]:,})")
     return csv.QUOTE_MINIMAL if as_csv else csv.QUOTE_NONE
 

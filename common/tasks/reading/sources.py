@@ -1,4 +1,4 @@
-"""Sources of data: a file, a folder or the Hub; which files are read, and to which split they belong."""
+"""Sources of data: a file, a folder or the Hub; which files a run reads, and the split of each file."""
 
 import glob
 import os
@@ -62,7 +62,7 @@ def hold_out(num_samples: int, one_in: int = HELD_OUT) -> tuple[torch.Tensor, to
 
 
 def divide(parts: list[list[Row]], one_in: int = HELD_OUT) -> list[list[Row]]:
-    """[training rows, evaluation rows]; of one part alone the rest and the held-out rows, like `hold_out`, in order."""
+    """[training rows, evaluation rows]; of a single part, the rest and the held-out rows, like `hold_out`, in order."""
     if len(parts) > 1:
         return parts
     return [[parts[0][number] for number in each.sort().values.tolist()] for each in hold_out(len(parts[0]), one_in)]
@@ -72,14 +72,14 @@ def load_tables(
     data: str, advice: str, max_samples: int | None = None, is_labelled: Callable[[Table], bool] = lambda table: True
 ) -> list[Table]:
     """The training split and, if there is one, the evaluation split of a dataset, as the rows of its files. Raises
-    UsageError for no data, no network, no training split, or a split without rows.
+    UsageError for missing data, no network, no training split, or a split without rows.
 
     Args:
         data: a .csv, .tsv, .json, .jsonl or .parquet file, perhaps packed; a folder of such files, or that
             `save_to_disk` of `datasets` wrote; or a Hub id.
         advice: end of the error message: what to type instead.
         max_samples: read at most this many rows of each split, without downloading the rest.
-        is_labelled: whether a split can be evaluated: the first of test and validation is taken that can.
+        is_labelled: whether a split can be evaluated: takes the first of test and validation that can be.
     """
     files, kinds = table_files(data, advice)
     if all(ending_of(place) == ".parquet" for places in files.values() for place in places):  # or there are none
@@ -107,7 +107,7 @@ def labelled_splits(data: str, names: list[str], read: Callable[[str], Any], lab
 def _datasets_of(
     data: str, advice: str, max_samples: int | None, files: Files
 ) -> tuple[list[str], Callable[[str], Table]]:
-    """(as `names_of_splits` gives them, what reads one) of Parquet files, a saved dataset or a Hub id."""
+    """(the names from `names_of_splits`, a function that reads one) of Parquet files, a saved dataset or a Hub id."""
     import datasets  # not at the top: the import takes seconds
 
     path, make = local_path(data), partial(_builder_of, data)
@@ -181,10 +181,10 @@ def split_name(data: str) -> tuple[str, str]:
 
 
 def files_of_folder(data: str, folder: Path, kinds: dict[str, str], advice: str) -> Files:
-    """The files of one kind in a folder, by splits, and a line about those that are not read.
+    """The files of one kind in a folder, by splits, with a line about the files that it does not read.
 
     A file belongs to a split if its whole name, or the name of a folder on its path, is the split's. Raises UsageError
-    for no such files, several kinds of them, or one file twice.
+    for missing files, several kinds of them, or one file twice.
 
     Args:
         data: of `--data`, for messages.
@@ -225,8 +225,8 @@ def files_of_folder(data: str, folder: Path, kinds: dict[str, str], advice: str)
 
 
 def walk(folder: Path, twice: bool = False) -> tuple[list[str], LeftOut]:
-    """(the files in and below a folder, by name, with their paths from there; what is left out). `twice`: also reads a
-    folder again to which a link leads, unless it is above. Raises UsageError for an unreadable folder."""
+    """(the files in and below a folder, by name, with their paths from there; what is left out). `twice`: also takes a
+    link to a folder that it has read, unless that is above. Raises UsageError for an unreadable folder."""
     files, left_out = list[str](), LeftOut()
 
     def visit(below: str, known: set[tuple[int, int]]) -> None:
@@ -278,13 +278,13 @@ def split_of(path: Path) -> str | None:
 
 def _has_card(folder: Path) -> bool:
     """Whether a folder has a card of the Hub that says which files belong to which split."""
-    with suppress(OSError, ValueError, YAMLError):  # there is none, or it is not a card
+    with suppress(OSError, ValueError, YAMLError):  # no card, or not a card
         return "configs" in (metadata_load(folder / "README.md") or {})
     return False
 
 
 def _builder_of(data: str) -> Any:
-    """What reads a Hub id, or a folder with a card, in `datasets`. What follows a colon is a configuration, or, where
+    """The builder of `datasets` for a Hub id, or for a folder with a card. A colon precedes a configuration or, if
     there is only one, the end of the names of splits, such as train_sft. Raises UsageError if one must be named."""
     import datasets
 
@@ -321,7 +321,7 @@ def check_not_streamed(data: str, max_samples: int | None) -> None:
 
 
 def names_of_splits(data: str, splits: Iterable[str]) -> list[str]:
-    """The names of the training split and of those for evaluation, the best first. Raises UsageError."""
+    """The names of the training split and of the evaluation splits, the best first. Raises UsageError."""
     given, (source, end) = {name.lower(): name for name in splits}, split_name(data)
     end = f"_{end.lower()}"
     each = [[word for name in names for word in (name + end, name) if word in given] for names in SPLITS.values()]

@@ -17,7 +17,7 @@ from ...files import check_is_pulled
 
 Place = Path | str  # a file of this machine, or the address of one on the Hub
 PACKED = (".gz", ".bz2", ".xz", ".zst")
-# {what a text begins with: its encoding}. The mark of UTF-32 begins with that of UTF-16.
+# {first bytes of a text: its encoding}. The mark of UTF-32 begins with the mark of UTF-16.
 MARKS = {
     codecs.BOM_UTF32_LE: "utf-32",
     codecs.BOM_UTF32_BE: "utf-32",
@@ -30,7 +30,7 @@ def local_path(data: str, folder: Path = Path()) -> Path:
     """The path that a user typed, which may begin at a folder: unchanged, or with ~ for the home folder if there is
     no such file. Raises UsageError for a name that no file can have."""
     path = folder / data
-    if not data and folder == Path():  # else the caller names the cell
+    if not data and folder == Path():  # otherwise the caller names the cell
         raise UsageError("a path is empty: use the path of a file or folder, or leave the flag out")
     try:
         return path if path.exists() else folder / Path(data).expanduser()
@@ -41,7 +41,7 @@ def local_path(data: str, folder: Path = Path()) -> Path:
 
 
 def ending_of(place: Place) -> str:
-    """The ending of a file's name without that of its packing, in small letters: ".csv" for "a.CSV.gz"."""
+    """The ending of a file's name without its packing's, in lower case: ".csv" for "a.CSV.gz"."""
     return strip_packing(place).suffix.lower()
 
 
@@ -83,7 +83,7 @@ def open_bytes(place: Place) -> Iterator[io.BufferedReader]:
 
 @contextmanager
 def open_text(place: Place, newline: str | None, says_encoding: bool = True) -> Iterator[io.TextIOWrapper]:
-    """The text of a file in UTF-8, or in UTF-16 or UTF-32 if it begins with their mark, which a line says. `newline` is
+    """The text of a file in UTF-8, or in UTF-16 or UTF-32 if it begins with their mark; a line says so. `newline` is
     as in `open`. Raises UsageError, also from the body of `with`, if the file cannot be read or is not text."""
     with open_bytes(place) as file:
         start = file.peek(4)[:4]

@@ -36,8 +36,8 @@ class AugmentationFlags(VaryingFlags):
 
 
 def variation(width: int, height: int, flags: VaryingFlags | None) -> tuple[Box, bool, Factors]:
-    """(a random part of an image, whether it is mirrored, factors of its colours). None: the whole, as it is. The part
-    has at least the flag's share of the area, and 3:4 to 4:3 of the proportions (Szegedy et al. 2015)."""
+    """(a random part of an image, whether it is mirrored, factors of its colours). None: the whole, unchanged. The part
+    has at least the flag's share of the area, and proportions from 3:4 to 4:3 (Szegedy et al. 2015)."""
     whole: Box = (0, 0, width, height)
     if flags is None:
         return whole, False, UNCHANGED
@@ -110,7 +110,7 @@ def mix(pixels: Tensor, other: Tensor, mixup: float, cutmix: float) -> tuple[Ten
         return other.lerp_(pixels, share), share
     height, width = pixels.shape[1:]
     rows, columns = (round(side * math.sqrt(1 - share)) for side in (height, width))
-    # The centre is anywhere, as in the paper: of a rectangle at the edge a part is outside.
+    # The centre is anywhere, as in the paper: a part of a rectangle at the edge is outside.
     top, left = random.randrange(height) - rows // 2, random.randrange(width) - columns // 2
     inside = slice(max(0, top), top + rows), slice(max(0, left), left + columns)
     pixels[:, *inside] = other[:, *inside]

@@ -86,7 +86,7 @@ def load_boxed_images(data: str, image_column: str, objects_column: str) -> tupl
         data: COCO's JSON, or a folder with one for each part, next to or above the images; a folder of images with a
             metadata.jsonl, perhaps below "train" and "test"; parquet files; or a Hub id.
         image_column, objects_column: names of the columns with the images, and with the "bbox" and "category" of each
-            object. Raises UsageError for no data, no boxes, a missing image, or an invalid object.
+            object. Raises UsageError for missing data or boxes, a missing image, or an invalid object.
     """
     path, parts = local_path(data).absolute(), list[Any]()
     if path.is_dir() and not is_saved(path):
@@ -122,7 +122,7 @@ def load_boxed_images(data: str, image_column: str, objects_column: str) -> tupl
 def _beside_images(data: str, folder: Path, files: list[Path], objects_column: str) -> list[Any]:
     """(paths of the images, the objects of each, names of the classes) for training and perhaps for evaluation, from
     the tables among these files; [] if there are none. Raises UsageError."""
-    parts: dict[str, Any] = {}  # {split: (table, paths of images, what else it has)}
+    parts: dict[str, Any] = {}  # {split: (table, paths of images, other contents)}
     top = folder.parent if folder.name == "annotations" else folder
     for table in files:
         if (found := _read_table(table, objects_column)) is None:
@@ -136,7 +136,7 @@ def _beside_images(data: str, folder: Path, files: list[Path], objects_column: s
         if [] in ways:
             name = printable(str([*found[0]][ways.index([])]))
             raise UsageError(
-                f"{table} names the image {name}: no such file beside it, in images, or in {places[-1].name}"
+                f"{table} names the image {name}: no such file next to it, in images, or in {places[-1].name}"
             )
         parts[split] = table, [str(way[0]) for way in ways], [*found[1]], found[2]
     chosen = labelled_splits(
@@ -191,7 +191,7 @@ def _objects_in(cell: Any, names: dict[Any, str] | None, image: str) -> list[Obj
     """The objects in a cell: a list, or a dict of lists. `names`: of the classes, if the cell has none."""
     row, objects = cell, list[Object]()
     try:
-        if isinstance(cell, dict):  # lists of the same length; what else it has may have others
+        if isinstance(cell, dict):  # lists of the same length; its other entries may have different lengths
             cell = {name: cell[name] for name in (*CATEGORIES, "bbox", "iscrowd") if name in cell}
             cell = [dict(zip(cell, values)) for values in zip(*cell.values(), strict=True)]
         for row in cell or []:

@@ -72,7 +72,7 @@ class CroppedImages(Dataset):
     """Samples {"image": float32 of shape (3, size, size), normalised; "label": int}.
 
     The label of images with several classes is a float32 tensor of shape (classes,), 1 for each of them. A mixed image
-    also has "other_label", and "share", the first label's. With weights of classes, a sample has a "weight"."""
+    also has "other_label", and "share", the first label's share. With weights of classes, a sample has a "weight"."""
 
     source: Labelled  # the images
     form: Preprocessing  # what the model expects
@@ -118,7 +118,7 @@ def resize(
 
 def load_labelled_images(data: str, max_samples: int | None = None) -> tuple[Labelled, Labelled]:
     """(training images, evaluation images) with their classes. If the source has only one part, one image in five is
-    held out. Raises UsageError for no data, no images or no classes.
+    held out. Raises UsageError if there are no data, images or classes.
 
     Args:
         data: "shapes" (drawn ones); a folder with a sub-folder for each class, perhaps below "train" and "test"; a

@@ -65,8 +65,8 @@ def load_images(data: str, max_samples: int | None = None) -> tuple[ImageDataset
     """(training set, evaluation set) of images with a class each. If the source has only one split, 20 % of it is held
     out, the same samples for every seed of the run.
 
-    All images are decoded at the start, and stay in memory. Raises UsageError for no data, damaged files, images of
-    different sizes or more than half of the free memory, or no network.
+    All images are decoded at the start, and stay in memory. Raises UsageError for missing data, damaged files, images
+    of different sizes or more than half of the free memory, or no network.
 
     Args:
         data: "digits" (scikit-learn's 1,797 handwritten digits of 8 x 8); a folder with the four
@@ -189,7 +189,7 @@ class ImageFormat:
     def read(cls, output_dir: Path, networks: Container[str]) -> Self:
         """Reads what `write` wrote. Raises UsageError unless it is an image classifier with one of these networks."""
         path = output_dir / "model" / "config.json"
-        with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):  # such as that of another recipe
+        with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):  # such as another recipe's
             entries = json.loads(read_file(path))
             form = cls(**entries | {"image_shape": tuple(entries["image_shape"])})
             has_types = {*map(type, form.image_shape)} == {int} and {*map(type, form.classes)} == {str}
@@ -209,7 +209,7 @@ class ImageFormat:
 
 def read_image(path: str | Path, form: ImageFormat) -> torch.Tensor:
     """An image in the shape of the training images: float32 (channels, height, width) in [0, 1], scaled and cropped
-    around the middle. Dark on light becomes light on dark if the training images are so. Raises UsageError."""
+    around the middle. Turns dark on light into light on dark, if the training images are. Raises UsageError."""
     channels, height, width = form.image_shape
     image = Opener()(str(local_path(str(path))), str(path)).convert("L" if channels == 1 else "RGB")
     if image.size != (width, height):

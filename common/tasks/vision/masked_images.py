@@ -50,7 +50,7 @@ class Masked:
     images: Any  # in mode L or RGB
     masks: Any  # int32 of shape (height, width)
     classes: dict[int, str]  # {number in the masks: its name}, sorted by their numbers
-    rows: Sequence[int]  # the numbers of those that belong to this part
+    rows: Sequence[int]  # the numbers of the images in this part
 
 
 class MaskedImages(Dataset):
@@ -95,7 +95,7 @@ def load_masked_images(
     data: str, image_column: str, mask_column: str, ignored: int, class_names: str | None
 ) -> tuple[Masked, Masked]:
     """Loads images with masks, for training and for evaluation; one in five is held out if the source has one part.
-    Raises UsageError for no data, no masks, or fewer than two classes.
+    Raises UsageError for missing data, missing masks, or fewer than two classes.
 
     Args:
         data: a folder with the folders images and masks, whose files have the same names up to their endings, perhaps
@@ -137,7 +137,7 @@ def _in_folders(data: str, folder: Path, images: str, masks: str) -> list[Any]:
     endings, files = Image.registered_extensions(), walk(folder, twice=True)[0]
     images_there = [file for file in files if Path(file).suffix.lower() in endings]
     if 0 < len(images_there) < len(files):
-        say(f"--data {data}: left out: {len(files) - len(images_there):,} files that are no images by their names")
+        say(f"--data {data}: left out: {len(files) - len(images_there):,} files that are not images by their names")
     for file in images_there:
         parents = Path(file).parts[:-1]
         if kind := next((kinds[part.lower()] for part in parents if part.lower() in kinds), None):
