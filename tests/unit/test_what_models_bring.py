@@ -78,6 +78,14 @@ def test_other_quantized_models_are_refused(tmp_path: Path, method: str) -> None
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 
 
+def test_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    write_model(tmp_path, num_positions=32)
+    for path in tmp_path.glob("*token*"):
+        path.unlink()
+    with pytest.raises(UsageError, match=r"no tokenizer there \(.*; copy its files, such as tokenizer.json, f"):
+        load_pretrained(str(tmp_path), 16, "sdpa")
+
+
 @pytest.mark.parametrize(
     ("name", "text", "line"),
     [

@@ -45,6 +45,20 @@ def silent() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
+def _reason(error: Exception, expected: str, has_flag: bool) -> str:
+    """Why a model or its tokenizer cannot be loaded, and what to do."""
+    text = str(error)
+    if "trust_remote_code" in text:  # otherwise transformers would ask, in each process
+        advice = "read it, and use --trust_remote_code to run it" if has_flag else "this recipe does not run it"
+        return f" comes with its own Python code: {advice}"
+    needs = "; copy its files, such as tokenizer.json, from the base model" if expected == "tokenizer" else ""
+    if "video processor" in text and find_spec("torchvision") is None:
+        needs = "; run pip install torchvision"
+    if "scaled_dot_product_attention" in text:
+        needs = "; use --attention eager"
+    return f": no {expected} there ({first_line(error)}{needs})"
+
+
 @silent()
 def load(
     kind: Any, name_or_path: str, expected: str, reads: Any = AutoTokenizer, **options: Any
@@ -68,10 +82,12 @@ def load(
     has_flag, trust = "trust_remote_code" in options, {"trust_remote_code": options.pop("trust_remote_code", False)}
     tokenizer_path = options.pop("tokenizer_path", name_or_path)
     options |= {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True, **trust}
+    config: Any = None
+    tokenizer: Any = None
     try:
         _check_settings(Path(name_or_path))
-        tokenizer = reads.from_pretrained(tokenizer_path, **trust) if reads else None
         config = AutoConfig.from_pretrained(name_or_path, **trust)
+        tokenizer = reads.from_pretrained(tokenizer_path, **trust) if reads else None
         if kind is AutoModel and config.is_encoder_decoder and type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING:
             kind = MODEL_FOR_TEXT_ENCODING_MAPPING[type(config)]  # of T5 only the encoder
         options |= (dequantized := _undo_quantization(config))
@@ -86,15 +102,8 @@ def load(
     except Exception as error:  # the library and its network stack raise dozens of types
         for path in Path(name_or_path).glob("*"):
             check_is_pulled(path)
-        if "trust_remote_code" in str(error):  # otherwise transformers would ask, in each process
-            advice = "read it, and use --trust_remote_code to run it" if has_flag else "this recipe does not run it"
-            raise UsageError(f"--model_name_or_path {name_or_path} comes with its own Python code: {advice}") from None
-        is_video = "video processor" in str(error) and find_spec("torchvision") is None
-        needs = "; run pip install torchvision" if is_video else ""
-        needs += "; use --attention eager" * ("scaled_dot_product_attention" in str(error))
-        raise UsageError(
-            f"--model_name_or_path {name_or_path}: no {expected} there ({first_line(error)}{needs})"
-        ) from None
+        lacks = "tokenizer" if reads and config and not tokenizer else expected
+        raise UsageError(f"--model_name_or_path {name_or_path}{_reason(error, lacks, has_flag)}") from None
     misfits = sorted(name for name, *_ in info["mismatched_keys"])
     if body := [name for name in misfits if name.startswith(f"{model.base_model_prefix}.")]:
         raise UsageError(
