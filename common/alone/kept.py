@@ -79,7 +79,7 @@ def kept(
     finally:
         own, others = walk.entries[: of_model[0]], walk.entries[of_training[0] :]
         watched = [each for each in lending.tensors if not each.is_trained or id(each.tensor) in plain]
-        written = [each for each in watched if each.tensor._version != each.version or lending.has_changed(each)]
+        written = [each for each in watched if lending.has_changed(each)]
         changes.names += _changed(others) + [each.name for each in written]
         changes.names += [name for entry in own for name in entry.find_changes(numbers=True)]
         changes.in_model += _changed(own)
@@ -127,8 +127,8 @@ class _Lending:
         self.tensors: list[_Lent] = []
         self._moved: dict[int, torch.UntypedStorage] = {}  # {address of a storage: its replacement}
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}  # (it, its copy)
-        strided = [each for _, each in tensors if each.layout is torch.strided and not each.is_inference()]
-        self._own = {each.untyped_storage()._cdata for each in strided if id(each) in moving}
+        strided = [each for _, each in tensors if each.layout is torch.strided and id(each) in moving]
+        self._own = {each.untyped_storage()._cdata for each in strided}
         room = LARGE
         for number, (name, tensor) in enumerate(tensors):
             if tensor.is_inference():  # nothing can write it
@@ -153,10 +153,11 @@ class _Lending:
         return empty.set_(self._moved[storage._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def has_changed(self, lent: _Lent) -> bool:
-        """Whether its storage, which no weight shares, has other bytes: `.data` writes them without a new version."""
-        if not lent.is_copied or lent.elsewhere is not None or (key := lent.data.untyped_storage()._cdata) in self._own:
-            return False
-        return not torch.equal(*map(_bytes, self._before[key]))
+        """Whether it was written, unless it shares the data of a weight. `.data` writes without a new version."""
+        key = lent.data.untyped_storage()._cdata if lent.data.layout is torch.strided else 0
+        if key in self._own or lent.tensor._version != lent.version:
+            return key not in self._own
+        return key in self._before and not torch.equal(*map(_bytes, self._before[key]))
 
     def give_back(self) -> None:
         for storage, before in self._before.values():

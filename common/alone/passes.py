@@ -28,12 +28,7 @@ TAKES_SHAPE = re.compile(r"::new_|_like$")  # names of operations that use a ten
 NUM_SAMPLES = 2  # few are enough to show what a layer mixes and passes on
 
 Forward = Callable[[nn.Module], Any]
-ALONE = {
-    "num_processes": 1,
-    "process_index": 0,
-    "local_process_index": 0,
-    "distributed_type": DistributedType.NO,
-}
+ALONE = {"num_processes": 1, "process_index": 0, "local_process_index": 0, "distributed_type": DistributedType.NO}
 
 
 @contextmanager

@@ -40,6 +40,7 @@ class FirstPass:
     holds: bool = False  # whether layers hold state or a cache that steps change
     moves: bool = False  # whether a pass changes what later passes use: another evaluation would change them
     files: list[str] = field(default_factory=list)  # files that it opens for writing
+    uneven: list[str] = field(default_factory=list)  # modules that some micro-batches call more often than others
     differentiates: str = ""  # the name of a weight that it differentiates by
 
     @contextmanager

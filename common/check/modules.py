@@ -41,16 +41,16 @@ class ModuleTrace:
     classes: dict[str, str] = field(default_factory=dict)  # {module: name of its class}
     followers: dict[str, dict[str, None]] = field(default_factory=dict)  # {module: modules that take its output}
     is_low: bool = False  # whether a module computed with fewer bits than float32
+    num_calls: Counter[tuple[int, str]] = field(default_factory=Counter)  # of a module in a row, also without gradients
 
     @contextmanager
     def watch(self, engine: Engine) -> Iterator[None]:
         """Records the passes that have a gradient, in the step that the engine takes in the `with` block. Leaves out
         modules that accept no hooks, such as scripted modules, and modules that are partly in another stage."""
-        calls = Counter[tuple[int, str]]()
         with ExitStack() as hooks:
             for name, module in engine.running_modules():
                 if not isinstance(module, torch.jit.ScriptModule) and not any(map(is_absent, module.modules())):
-                    before, after = partial(self._before, name), partial(self._after, engine, calls, name)
+                    before, after = partial(self._before, name), partial(self._after, engine, name)
                     self.classes[name] = type(module).__name__
                     hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
                     hooks.enter_context(module.register_forward_hook(after))
@@ -66,15 +66,20 @@ class ModuleTrace:
             if (giver := getattr(tensor, "_module", None)) is not None:
                 self.followers.setdefault(giver, {})[name] = None
 
-    def _after(
-        self, engine: Engine, calls: Counter[tuple[int, str]], name: str, module: nn.Module, args: Any, output: Any
-    ) -> None:
+    def uneven(self) -> list[str]:
+        """The modules that some micro-batches call more often than others."""
+        rows = {row for row, _ in self.num_calls}
+        return [name for name in self.classes if len({self.num_calls[row, name] for row in rows}) > 1]
+
+    def _after(self, engine: Engine, name: str, module: nn.Module, args: Any, output: Any) -> None:
         row, size = engine.row, engine.plan.micro_batch_size
         is_again = torch._C._current_graph_task_id() != -1  # activation checkpointing, in the backward pass
-        if row is None or is_again or not torch.is_grad_enabled():
+        if row is None or is_again:
             return
-        call = calls[row, name]
-        calls[row, name] += 1
+        call = self.num_calls[row, name]
+        self.num_calls[row, name] += 1
+        if not torch.is_grad_enabled():
+            return
         for index, tensor in enumerate(tensors_in(output)):
             key = (row, (name, call, index))
             self.is_low = self.is_low or torch.finfo(tensor.dtype).bits < 32

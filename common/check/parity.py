@@ -19,9 +19,11 @@ from ..errors import RunError, UsageError, annotate_errors, list_samples, needs_
 from ..failure import line_of
 from ..package import is_own
 from ..parallel.ddp import DDP
+from ..parallel.sharding import gathers_again
 from ..parallel.strategies import main_strategy, prepare, strategies_of
 from ..step.engine import StepResult
 from ..step.setup import Setup
+from ..weights.shards import is_gathered
 from .compare import Gap, Key, fingerprints, replica_gaps, step_gaps, weight_gap
 from .first_difference import FirstDifference
 from .first_pass import FirstPass
@@ -30,7 +32,7 @@ from .modules import ModuleTrace, PlaceInRow
 from .noise import without_noise
 from .reference import Reference, ReferenceRun, gradients_of, take_reference
 from .sketch import Sketch
-from .trace import Observer, Step
+from .trace import Observer, Step, evaluation_at
 from .verdict import not_repeated, verdict
 
 
@@ -124,9 +126,8 @@ class ParityCheck:
             )
         elif self._error is None:
             self._first_pass.say(self.plan, self.accelerator.print)
-            if (name := self._first_pass.differentiates) and any(
-                each.frees_weights for each in strategies_of(self.layout)
-            ):
+            frees = any(each.frees_weights for each in strategies_of(self.layout))
+            if frees and (name := self._first_pass.differentiates):
                 raise UsageError(
                     f"forward_step differentiates by {name}, which FSDP2 frees in a backward pass: use --config_file "
                     "accelerate_configs/ddp.yaml"
@@ -190,7 +191,7 @@ class ParityCheck:
     def _observe_step(self, number: int, micro_batches: Sequence[Batch]) -> StepResult:
         """The first step of a run that is not checked. Prints its side effects."""
         first_pass = self._first_pass
-        _, result = self._observer.step(self.engine, number, micro_batches, evaluates=False, modules=None)
+        _, result = self._observer.step(self.engine, number, micro_batches, evaluates="", modules=None)
         if first_pass.draws and self.layout.tp * self.layout.sp > 1:  # stages draw the same numbers outside layers
             raise UsageError(
                 f"the forward pass draws random numbers, such as dropout, and {self.layout} divides it: set dropout to "
@@ -204,10 +205,16 @@ class ParityCheck:
 
     def _check_step(self, number: int, micro_batches: Sequence[Batch]) -> StepResult:
         """Takes a step, and compares it with the same step of one process."""
-        engine, is_first, sizes = self.engine, number == self.first, self._block_sizes.get(number)
+        engine, sizes = self.engine, self._block_sizes.get(number)
+        for name, module in engine.running_modules():
+            if name in self._first_pass.uneven and is_gathered(module) and gathers_again(self.layout):
+                raise UsageError(
+                    f"some micro-batches call {name} more often than others: processes would wait for each other, as "
+                    f"{self.layout} gathers its weights at each call: use {main_strategy(self.layout).fallback}"
+                )
         modules = None if self.plan.config.compile or sizes is None else ModuleTrace(block_sizes=sizes)
         with gradients_of(engine._own_optimizer, lambda: engine.saved_tensors().items()) as gradients:
-            evaluates = is_first and not self._first_pass.moves
+            evaluates = "" if self._first_pass.moves else evaluation_at(number, self.numbers)
             own, result = self._observer.step(engine, number, micro_batches, evaluates, modules)
         with self._time():
             self._compare(number, own, gradients)
@@ -223,7 +230,7 @@ class ParityCheck:
     def _rehearse_step(self, number: int, micro_batches: Sequence[Batch]) -> StepResult:
         """A later step of a rehearsal, compared with one process."""
         differs = self._first_pass.moves or self._first_pass.written  # as BatchNorm's statistics do: a line says so
-        evaluates = number == self._rehearsed[0] and not differs
+        evaluates = "" if differs else evaluation_at(number, self._rehearsed)
         own, result = self._observer.step(self.engine, number, micro_batches, evaluates, modules=None)
         steps, rehearsal = self.group.all_gather(own), self._rehearsal
         line = None if rehearsal is None else rehearsal.line(steps, self.layout, number)

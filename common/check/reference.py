@@ -23,6 +23,7 @@ from ..data.sets import Batch, as_numbered_step
 from ..environment import num_cores
 from ..errors import UsageError, is_out_of_memory
 from ..parallel.strategies import main_strategy
+from ..plan import Plan
 from ..seeds import restore_generators
 from ..step.engine import Engine
 from ..step.optimizer import choose_fused_kernels
@@ -34,7 +35,7 @@ from .first_pass import FirstPass, evaluate_batch, outcome_of
 from .modules import ModuleTrace
 from .sketch import BLOCK, Sketch, random_signs
 from .tolerances import BF16, LATER
-from .trace import Observer, Step
+from .trace import Observer, Step, evaluation_at
 
 MAX_SECONDS = 60.0
 SMALL = 10_000_000  # bytes of weights; with fewer, threads wait longer for each other than they compute
@@ -104,7 +105,8 @@ class ReferenceRun:
                 if number in numbers:
                     modules = ModuleTrace(parts=setup.plan.layout.tp * setup.plan.layout.sp)
                     with gradients_of(optimizer, model.named_parameters, Sketch.of) as gradients:
-                        steps[number], _ = observer.step(engine, number, micro_batches, number == numbers[0], modules)
+                        when = evaluation_at(number, numbers)
+                        steps[number], _ = observer.step(engine, number, micro_batches, when, modules)
                     steps[number].weights, steps[number].gradients = sketches(model), gradients
                     steps[number].modules = modules.on_cpu()
                     self.is_low = self.is_low or modules.is_low
@@ -113,16 +115,8 @@ class ReferenceRun:
                 if change is not None and plan.evaluates(number + 1):  # as the run does: later effects are noise
                     evaluate_batch(model, engine.evaluate, micro_batches[0], number)
                 self.seconds = min(self.seconds, time.monotonic() - began)
-            if compares is not None:  # a few samples are enough; of micro-batches of one sample, two
-                num_few, epoch = min(max(2, plan.micro_batch_size), 8), number // plan.steps_per_epoch
-                few = torch.cat(plan.own_samples(number))[:num_few]
-                end = (number % plan.steps_per_epoch + 1) * plan.config.batch_size
-                unseen = plan.epoch_order(epoch).roll(-end)[:num_few]
-                fetch = lambda ids: next(batches(setup.train_set, [(epoch, ids)], device, plan.config))  # noqa: E731
-                take = partial(outcome_of, model, as_numbered_step(setup.forward_step), number)
-                compares.holds = bool((self.changes or changes).in_model)
-                tolerance = BF16[""] if self.is_low else LATER
-                compares.compare_halves(take, fetch, few, tolerance, unseen, changes.sizes)
+            if compares is not None:
+                self._compare_halves(compares, plan, number, changes)
         self.changes = self.changes or changes
         for name in changes.lost:
             raise UsageError(
@@ -130,6 +124,21 @@ class ReferenceRun:
                 "step, the number of the optimizer step, and compute from it"
             )
         return steps
+
+    def _compare_halves(self, compares: FirstPass, plan: Plan, number: int, changes: Changes) -> None:
+        """Compares halves of micro-batches of step `number`: in all, a few samples are enough."""
+        setup, device, model = self.setup, self.setup.accelerator.device, self.setup.model
+        size, epoch = min(max(2, plan.micro_batch_size), 8), number // plan.steps_per_epoch
+        is_large = sum(weight.nbytes for weight in model.parameters()) > LARGE
+        end = (number % plan.steps_per_epoch + 1) * plan.config.batch_size
+        unseen = plan.epoch_order(epoch).roll(-end)[:size]
+        fetch = lambda ids: next(batches(setup.train_set, [(epoch, ids)], device, plan.config))  # noqa: E731
+        take = partial(outcome_of, model, as_numbered_step(setup.forward_step), number)
+        compares.holds = bool((self.changes or changes).in_model)
+        tolerance = BF16[""] if self.is_low else LATER
+        for few in torch.cat(plan.own_samples(number))[: size if is_large else 8].split(size):
+            if not compares.mixes:  # the next ones may show it, such as two samples of one class
+                compares.compare_halves(take, fetch, few, tolerance, unseen, changes.sizes)
 
 
 def _ending_in_time(setup: Setup, num_passes: int) -> Setup:
@@ -268,6 +277,7 @@ def take_reference(run: ReferenceRun, numbers: range, first_pass: FirstPass) -> 
     first_pass.keeps += run.changes.names + run.changes.in_model * first_pass.moves
     first_pass.moves |= bool(first_pass.keeps or run.changes.generators)
     first_pass.files = run.changes.files
+    first_pass.uneven = [name for step in steps.values() for name in step.modules.uneven()]
     types = {str(weight.dtype).removeprefix("torch.") for weight in setup.model.parameters() if weight.requires_grad}
     low = first_pass.low_weights = ", ".join(types & {"bfloat16", "float16"})
     first_pass.has_low_layers = run.is_low and not low and setup.plan.layout.precision == "float32"

@@ -53,15 +53,13 @@ class Observer:
         return replace(setup, watched=lambda values_of: partial(self._observe, values_of))
 
     def step(
-        self, engine: Engine, number: int, micro_batches: Sequence[Batch], evaluates: bool, modules: ModuleTrace | None
+        self, engine: Engine, number: int, micro_batches: Sequence[Batch], evaluates: str, modules: ModuleTrace | None
     ) -> tuple[Step, StepResult]:
-        """Takes a step. Records the first micro-batch's evaluation (`evaluates`), the modules' outputs (`modules`)."""
+        """Takes a step. Records its modules' outputs, and evaluates its first micro-batch ("before" or "after" it)."""
         own, plan = Step(modules=modules or ModuleTrace()), engine.plan
         own.ids = {plan.row(index): ids.tolist() for index, ids in enumerate(plan.own_samples(number))}
-        if evaluates:
-            values = engine.share_values(evaluate_batch(engine.model, engine.evaluate, micro_batches[0], number))
-            if plan.row(0) == 0:
-                own.evaluated[0] = on_cpu(values)
+        if evaluates == "before":
+            own.evaluated = _evaluated(engine, micro_batches[0], number)
         self._own, self._engine, self._micro_batches = own, engine, micro_batches
         try:
             with nullcontext() if modules is None else modules.watch(engine):
@@ -72,6 +70,8 @@ class Observer:
             if (row := plan.row(index)) in own.values:  # not in the first stages of a pipeline
                 own.values[row] |= on_cpu(share.metrics)
         own.grad_norm = math.nan if result.grad_norm is None else float(result.grad_norm)
+        if evaluates == "after":
+            own.evaluated = _evaluated(engine, micro_batches[0], number)
         return own, result
 
     def _observe(self, values_of: NumberedStep, model: Any, batch: Batch, number: int) -> dict[str, Tensor]:
@@ -113,6 +113,16 @@ class Observer:
         return values
 
 
+def evaluation_at(number: int, numbers: Sequence[int]) -> str:
+    """When to evaluate in a step, of those that are compared: at both ends, as an evaluation may switch weights."""
+    return "before" if number == numbers[0] else "after" if number == numbers[-1] else ""
+
+
+def _evaluated(engine: Engine, batch: Batch, number: int) -> dict[int, dict[str, Tensor]]:
+    values = engine.share_values(evaluate_batch(engine.model, engine.evaluate, batch, number))
+    return {0: on_cpu(values)} if engine.plan.row(0) == 0 else {}
+
+
 def on_cpu(values: dict[str, Tensor]) -> dict[str, Tensor]:
     """The values of `forward_step` as float64 on the CPU. Leaves out predictions: rounding errors change a few."""
     compared = {name: value for name, value in values.items() if value.ndim == 1 or value.is_floating_point()}
@@ -122,5 +132,5 @@ def on_cpu(values: dict[str, Tensor]) -> dict[str, Tensor]:
 def checksums(batch: Batch) -> dict[str, list[int]]:
     """A checksum of each sample, for each tensor of a batch."""
     tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.numel()}
-    rows = {name: value.detach().cpu().reshape(len(value), -1) for name, value in tensors.items()}
+    rows = {name: value.detach().cpu().reshape(len(value), -1).contiguous() for name, value in tensors.items()}
     return {name: [zlib.crc32(row.view(torch.uint8).numpy().tobytes()) for row in each] for name, each in rows.items()}

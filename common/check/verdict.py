@@ -19,6 +19,8 @@ CAUSES = {
     "backward": "a hook or an autograd function depends on the process, or {layout} divides this module wrongly",
     "factor": "a hook, or {layout}, multiplies the gradients by a number of processes or of micro-batches",
     "norm": "{layout} counts some weights more or less than once",
+    "eval": "the steps are equal, but something writes weights for the evaluation, as a schedule-free optimizer does, "
+    "and {layout} computes with others",
     "": "not all gradients pass through the model that forward_step is given: call model(...), not model.module, one "
     "of its layers or a model from outside; and use no hooks on gradients; if the recipe does neither, {layout} adds "
     "them up wrongly",
@@ -41,6 +43,7 @@ def verdict(
     lines = [f"{layout} does not give the result of one process: in step {number + 1}, {gaps[first].text}"]
     where, line = find(first[0])
     lines += [f"  {line}"] if line else []
+    where = where or "eval" * all(what == "eval" for what, _ in gaps)
     values = where == "forward" or any(what in ("value", "eval") for what, _ in gaps)
     at_once = values and number == min(reference.steps)
     only_weights = not values and not where and ("norm", "") not in gaps

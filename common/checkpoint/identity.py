@@ -1,5 +1,4 @@
-"""The settings that a resumed run must share with its checkpoint, the settings that it may change, and a
-fingerprint of its data, from a few samples: a resumed run must draw the same ones."""
+"""The settings that a resumed run must share with its checkpoint, or may change, and a fingerprint of its data."""
 
 import copy
 import hashlib
@@ -84,8 +83,7 @@ def other_flags(plan: Plan, content: dict[str, Any]) -> list[tuple[str, str, str
 
 
 def curve(plan: Plan) -> str:
-    """A digest of the learning-rate schedule at steps that do not depend on its length: a constant one always has one
-    digest."""
+    """A digest of the learning-rate schedule, at steps that do not depend on its length."""
     steps = [*range(16), *(2**power for power in range(4, 24))]
     if plan.schedule is not None:  # the recipe's own schedule may end with the run
         steps = [min(step, plan.num_steps - 1) for step in steps]

@@ -115,8 +115,7 @@ class Reader:
 
 
 def _check(content: dict[str, Any]) -> None:
-    """Raises one of many errors unless a manifest names files in its folder whose parts cover each tensor, and holds
-    everything that a run needs to continue."""
+    """Raises one of many errors unless a manifest has all that a run needs, and its files' parts cover each tensor."""
     files, tensors = content["files"], content["tensors"]
     if not files or not tensors:
         raise ValueError("it names no files")

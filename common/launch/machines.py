@@ -24,8 +24,7 @@ from ..package import files_of_run
 PATIENCE_S = 10  # until a line says what the run waits for
 ARRIVAL_S = 300  # longest wait of one machine's processes for the other machines'
 
-# Keeps the store alive: the first process may serve it (torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE), and others
-# still read from it.
+# Keeps the store alive: others read from the first process's (torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE).
 _kept: list[dist.Store] = []
 OURS = "accelerate_recipes/"
 OF_ONE_MACHINE = ("ACCELERATE_TORCH_DEVICE", "ACCELERATE_RECIPES_DATA", CODE_FILE)

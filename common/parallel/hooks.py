@@ -84,8 +84,7 @@ def _on_whole(function: Hook, factor: int, gradient: Any) -> Tensor | None:
 
 
 def refuse_numbers_of_shares() -> None:
-    """Makes `float()` and `.item()` of a divided tensor raise UsageError, or RuntimeError where a package calls them:
-    torch returns the share's number."""
+    """Makes `float()` and `.item()` of a divided tensor raise an error: torch returns the number of the share."""
     from torch.distributed.tensor import DTensor
 
     def number(operation: Any, args: Any, kwargs: Any) -> Any:

@@ -166,8 +166,7 @@ class Stage(nn.Module):
         return forward(*args, **named)
 
     def name_all(self) -> None:
-        """Puts placeholders where weights of other stages were, once its own weights are divided, and looks at what the
-        last layer returns after all hooks."""
+        """Puts placeholders where other stages' weights were, and watches the last layer's output, after all hooks."""
         self.layers[-1].register_forward_hook(self._after_layers)
         for weights, key, placeholder in self._absent:
             weights[key] = placeholder

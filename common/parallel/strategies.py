@@ -25,17 +25,9 @@ from .sequence import SEQUENCE
 from .strategy import Division, ModelCheck, Strategy
 from .tensor import TENSOR, average_whole_weights
 
-# One line each. In a layout, the first one that can wrap a model wraps it. They divide it in this order: each one
+# In a layout, the first one that can wrap a model wraps it. They divide it in this order: each one
 # divides the parts that the ones before it leave.
-STRATEGIES: tuple[Strategy, ...] = (
-    PIPELINE,
-    DEEPSPEED,
-    TENSOR,
-    SEQUENCE,
-    EXPERT,
-    FSDP2,
-    DDP,
-)
+STRATEGIES: tuple[Strategy, ...] = (PIPELINE, DEEPSPEED, TENSOR, SEQUENCE, EXPERT, FSDP2, DDP)
 
 
 def layout_of(environment: Environment, config: RunConfig) -> Layout:

@@ -38,8 +38,7 @@ class Strategy:
     rounds_weights: ClassVar[bool] = False  # whether the weights begin with the bits of the config's precision
     takes_fp16: ClassVar[bool] = True  # whether it knows the loss scaling of fp16
     of_weights: ClassVar[bool] = True  # whether it divides weights, and not only what a pass computes
-    # Checks that refuse a launch that cannot work, and for a model or optimizer that this strategy cannot train
-    # with the result of one process.
+    # Checks that refuse a launch that cannot work, and a model or optimizer that would not have the same result.
     launch_checks: ClassVar[tuple[LaunchCheck, ...]] = ()
     model_checks: ClassVar[tuple[ModelCheck, ...]] = ()
     fallback: ClassVar[str] = "--config_file accelerate_configs/ddp.yaml"  # for a model that it cannot train

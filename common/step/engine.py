@@ -237,10 +237,7 @@ class Engine:
         return [weight for group in self.optimizer.param_groups for weight in group["params"]]
 
     def _after_swap(self) -> None:
-        """After an evaluation FSDP2 keeps the gathered weights of the outermost module for a backward pass."""
-        for module in self.model.modules():
-            if reshard := getattr(module, "reshard", None):
-                reshard()
+        """Copies the weights that the averages have replaced to where passes read them, if that is elsewhere."""
 
     def ema_weights(self) -> AbstractContextManager[None]:
         """Context in which the model has the moving averages as its weights; a no-op without `--ema_decay`."""
@@ -324,6 +321,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         for name in reached:
             del vars(model)[name]
         _set_training(model, True)
+        # FSDP2 keeps the gathered weights of the outermost module for a backward pass, and would not see new ones.
+        for module in model.modules():
+            if reshard := getattr(module, "reshard", None):
+                reshard()
 
 
 def _set_training(model: nn.Module, training: bool) -> None:

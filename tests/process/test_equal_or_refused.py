@@ -72,6 +72,11 @@ DRAWN: dict[tuple[str, str], str | None] = {
         "model scalar_weight",
         "deepspeed_zero2",
     ): "extra.weight has no dimension, and DeepSpeed cannot send it to the other processes",
+    ("model adaptive_depth", "ddp"): None,
+    (
+        "model adaptive_depth",
+        "fsdp2",
+    ): "some micro-batches call extra more often than others: processes would wait for each other, as FSDP2 gathers",
     ("model empty_weight", "fsdp2"): "FSDP2 cannot train this: RuntimeError: _chunk_cat expects",
     ("model empty_weight", "deepspeed_zero2"): None,
     ("model complex_weight", "fsdp2"): None,

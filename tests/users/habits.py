@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from families import tied
-from nets import Net
+from nets import Block, Net
 from samples import VOCABULARY, WIDTH
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -80,6 +80,13 @@ def mean_through_data(model: nn.Module, hidden: Tensor, x: Tensor) -> Tensor:
     """A mean that counts later, in a tensor that is written as `.data`, which PyTorch does not note."""
     model.plain.data.mul_(0.9).add_(0.1 * hidden.detach().mean(0))
     return hidden - model.plain if len(model.earlier) > 1000 else hidden
+
+
+def adaptive_depth(model: nn.Module, hidden: Tensor, x: Tensor) -> Tensor:
+    """A layer is called until all samples of the micro-batch are done, as in the Universal Transformer."""
+    for _ in range(1 + int(x.abs().sum()) % 3):
+        hidden = model.extra(hidden)
+    return hidden
 
 
 def range_of_training(model: nn.Module, hidden: Tensor, x: Tensor) -> Tensor:
@@ -181,6 +188,7 @@ AROUND: dict[str, tuple[Callable[..., Tensor], Callable[[], nn.Module]]] = {
     "bank_of_training": (bank_of_training, nn.Identity),
     "bank_of_samples": (bank_of_samples, nn.Identity),
     "mean_through_data": (mean_through_data, nn.Identity),
+    "adaptive_depth": (adaptive_depth, Block),
     "mean_of_calls": (mean_of_calls, nn.Identity),
     "range_of_training": (range_of_training, nn.Identity),
     "clamp": (clamp, nn.Identity),

@@ -37,8 +37,7 @@ def tokenizer_of_texts(name_or_path: str | None, texts: list[str]) -> tuple[Any,
 
 
 class ErrorRates:
-    """Word and character error rates, by jiwer. `is_ctc`: repeated tokens count once, and `blank` does not. Raises
-    UsageError."""
+    """Word and character error rates, by jiwer. `is_ctc`: repeated tokens count once, and `blank` never."""
 
     def __init__(self, tokenizer: Any, is_ctc: bool = True):
         try:

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
@@ -82,8 +82,7 @@ def load(
     has_flag, trust = "trust_remote_code" in options, {"trust_remote_code": options.pop("trust_remote_code", False)}
     tokenizer_path = options.pop("tokenizer_path", name_or_path)
     options |= {"dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True, **trust}
-    config: Any = None
-    tokenizer: Any = None
+    config = tokenizer = cast(Any, None)
     try:
         _check_settings(Path(name_or_path))
         config = AutoConfig.from_pretrained(name_or_path, **trust)
