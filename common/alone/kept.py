@@ -56,7 +56,7 @@ def kept(
     walk, changes = Walk(), Changes()
     moving = {id(each) for each in (*model.parameters(), *model.buffers())}
     try:  # all copies first: if one fails, nothing has changed
-        of_model = walk.visit(model)
+        of_model = walk.visit(model, optimizer)  # to which the model may refer
         plain = {id(tensor) for _, tensor in walk.tensors} - moving
         of_training = walk.visit(optimizer)
         moving |= {id(tensor) for _, tensor in walk.tensors[of_model[1] :] if tensor.ndim > 0}  # not counts of steps

@@ -96,12 +96,12 @@ class Walk:
         self.iterators: list[tuple[str, Callable[[], bool]]] = []
         self._seen: dict[int, Any] = {}  # keeps the objects, so that no other gets one of these ids
 
-    def visit(self, root: Any) -> tuple[int, int]:
-        """Records all that an object refers to, by the first name found. Returns the numbers of entries and tensors."""
+    def visit(self, root: Any, besides: Any = None) -> tuple[int, int]:
+        """Records all that `root` refers to, but not `besides`. Returns the numbers of entries and tensors."""
         waiting = [("", root)]
         while waiting:
             name, value = waiting.pop()
-            if not isinstance(value, ATOMS) and id(value) not in self._seen:
+            if not isinstance(value, ATOMS) and value is not besides and id(value) not in self._seen:
                 self._seen[id(value)] = value
                 waiting += [(_join(name, key), part) for key, part in self._parts(name, value)]
         return len(self.entries), len(self.tensors)

@@ -252,8 +252,43 @@ HABITS: dict[str, Build] = {
     "sparse_adam": lambda weights: torch.optim.SparseAdam(weights, lr=3e-3),
     "closure_or_nothing": lambda weights: NeedsClosure(weights, lr=3e-2),
 }
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD whose weights are an average in evaluation, and between it and the last iterate in training (Defazio et al.
+    2024): x and y, while z is in the state."""
+
+    def __init__(self, weights: Iterable[nn.Parameter], lr: float, beta: float = 0.9):
+        super().__init__(weights, {"lr": lr, "beta": beta, "num_steps": 0, "trains": True})
+
+    @torch.no_grad()
+    def switch(self, trains: bool) -> None:
+        for group in self.param_groups:
+            for weight in group["params"] if group["trains"] != trains else []:
+                if "z" in self.state[weight]:
+                    weight.lerp_(self.state[weight]["z"], 1 - group["beta"] if trains else 1 - 1 / group["beta"])
+            group["trains"] = trains
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            group["num_steps"] += 1
+            share, rate = 1 / group["num_steps"], group["lr"]
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    z = self.state[weight].setdefault("z", weight.detach().clone())
+                    weight.lerp_(z, share).add_(weight.grad, alpha=rate * (group["beta"] * (1 - share) - 1))
+                    z.sub_(weight.grad, alpha=rate)
+
+
+def schedule_free(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = ScheduleFree(model.parameters(), lr=3e-2)
+    model.switch = optimizer.switch  # type: ignore[assignment]
+    return optimizer
+
+
 OF_MODEL: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    one.__name__: one for one in (clips_gradients, clips_weights, rates_by_attribute, rates_by_weights)
+    one.__name__: one for one in (clips_gradients, clips_weights, rates_by_attribute, rates_by_weights, schedule_free)
 }
 OTHERS: dict[str, Build] = {
     "head_only": lambda weights: torch.optim.AdamW(weights[-2:], lr=3e-3),

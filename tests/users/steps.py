@@ -86,6 +86,17 @@ def neighbours_in_training(model: Any, batch: Batch, whole: nn.Module) -> Values
     return square(output + 0.5 * output.roll(1) if model.training else output, batch)
 
 
+def weighs_by_classes(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    """A rare class counts more, by its share of the micro-batch: two samples of different classes do not show it."""
+    values, label = square(model(batch["x"]), batch), (batch["x"][:, 0] > 0).long()
+    return values | {"loss": values["loss"] / torch.bincount(label, minlength=2)[label]}
+
+
+def switches_weights(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    getattr(whole, "switch", bool)(whole.training)  # of the optimizer schedule_free
+    return vector_step(model, batch, whole)
+
+
 def contrast(model: Any, batch: Batch, whole: nn.Module) -> Values:
     output = model(batch["x"])
     scores = -(output.unsqueeze(1) - batch["y"].unsqueeze(0)).abs()
@@ -282,6 +293,8 @@ HABITS: dict[str, Step] = {
         noise_of_its_own,
         mixup,
         neighbours_in_training,
+        weighs_by_classes,
+        switches_weights,
         contrast,
         names_by_data,
         order_by_data,
