@@ -320,11 +320,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for name in reached:
             del vars(model)[name]
-        _set_training(model, True)
-        # FSDP2 keeps the gathered weights of the outermost module for a backward pass, and would not see new ones.
+        # FSDP2 keeps the gathered weights of the outermost module for a backward pass: what code writes would be lost.
         for module in model.modules():
             if reshard := getattr(module, "reshard", None):
                 reshard()
+        _set_training(model, True)
 
 
 def _set_training(model: nn.Module, training: bool) -> None:
