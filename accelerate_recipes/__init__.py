@@ -41,7 +41,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     is_main = threading.current_thread() is threading.main_thread()
-    # The imports take seconds, and packages swallow a KeyboardInterrupt: until then Ctrl-C ends the process at once.
+    # The imports take seconds, and packages swallow KeyboardInterrupt: while they run, Ctrl-C ends the process at once.
     before = signal.signal(signal.SIGINT, signal.SIG_DFL) if is_main else None
     found = getattr(import_module(f".common.{_HOMES[name]}", __name__), name)
     if before is not None:

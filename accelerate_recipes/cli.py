@@ -45,7 +45,7 @@ app = typer.Typer(
 )
 for name, function in COMMANDS.items():
     app.command(name)(function)
-_Misuse: Any = typer.BadParameter.__mro__[1]  # UsageError of click, newer versions of typer contain a copy
+_Misuse: Any = typer.BadParameter.__mro__[1]  # click's UsageError; newer versions of typer contain a copy
 
 
 def main() -> None:

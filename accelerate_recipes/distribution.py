@@ -78,7 +78,7 @@ def _installed() -> Distribution:
         ) from None
     if installed.version.partition("+")[0] != bundle.VERSION:
         raise UsageError(
-            f"{NAME} {installed.version} is installed, but its files are of {bundle.VERSION}: run pip install -e . in "
-            "its checkout again"
+            f"{NAME} {installed.version} is installed, but its files are from version {bundle.VERSION}: run pip "
+            "install -e . in its checkout again"
         )
     return installed

@@ -21,7 +21,7 @@ Dtype = StrEnum("Dtype", ["auto", "float32", "bfloat16", "float16"])
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="folder of a checkpoint, or of a run to export its newest one")],
+    checkpoint: Annotated[Path, typer.Argument(help="folder of a checkpoint or of a run (then its newest checkpoint)")],
     folder: Annotated[Path, typer.Argument(help="the folder to make; it must be empty or absent")],
     dtype: Annotated[Dtype, typer.Option(help="dtype of the weights; auto: as the run exports them")] = Dtype.auto,
     as_json: AsJson = False,
@@ -93,7 +93,7 @@ def _write(reader: "Reader", folder: Path, dtype: str) -> Path:
         if files.is_dir():
             shutil.copytree(files, aside, dirs_exist_ok=True)
         names = [key.removeprefix("model.") for key in reader.tensors if key.startswith("model.")]
-        # The run would also export the averages in place of the weights, if there are any.
+        # As in the run's own export: the averages in place of the weights, if there are any.
         keys = {name: f"{'average' if f'average.{name}' in reader.tensors else 'model'}.{name}" for name in names}
         weights = ((name, reader.tensor(key)) for name, key in keys.items())
         write_weights(weights, aside, getattr(torch, str(wanted), None), adapter)

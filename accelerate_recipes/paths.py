@@ -11,7 +11,7 @@ from accelerate_recipes.common.files import replace_file
 
 
 def check_new_folder(path: Path) -> None:
-    """Raises UsageError unless the path is an empty folder, or absent in a place where a folder can be made."""
+    """Raises UsageError unless the path is a writable empty folder, or absent in a place where one can be made."""
     check_folder(path)
     if path.is_dir() and any(path.iterdir()):
         raise UsageError(f"{path} is not empty: use the name of a new folder")

@@ -36,6 +36,7 @@ def split_batch(config: RunConfig, layout: Layout) -> tuple[int, int]:
         raise UsageError(
             f"--batch_size {batch_size} is not divisible by {data_parallel_size} data-parallel ranks",
             f"use --batch_size {f'{below} or ' * bool(below)}{below + data_parallel_size}",
+            beside="or change the number of processes",
         )
     own_samples = batch_size // data_parallel_size
     if micro_batch_size is None:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 EVALUATION = -1  # stands for the epoch of an evaluation, which draws the same numbers each time
 UPDATE = -1  # stands for the micro-batch when the optimizer changes the weights
-COMPARISON = -2  # stands for the micro-batch when `batch_loss` compares the samples of all processes
+COMPARISON = -2  # stands for the micro-batch when `batch_loss` compares the samples of the global batch
 SCHEDULE = -3  # stands for the micro-batch when the recipe's own schedule is called
 SUMMARY = -4  # stands for the micro-batch when the metrics of an evaluation are summarized
 CPU = torch.device("cpu")

@@ -201,7 +201,7 @@ def _visible(text: str) -> str:
 
 
 def _images(pixels: Tensor) -> dict[str, Any]:
-    """Images as PNG files, and the range of their values, drawn from black to white."""
+    """Images as PNG files, and a text about their values. Black is 0, -1 or the least one, white 1 or the greatest."""
     low, high = pixels.min().item(), pixels.max().item()
     least, most = next(((least, 1.0) for least in (0.0, -1.0) if least <= low and high <= 1), (low, high))
     shades = ((pixels - least) / max(most - least, 1e-9) * 255).round().clamp(0, 255).to(torch.uint8)

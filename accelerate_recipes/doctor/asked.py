@@ -68,7 +68,7 @@ def refusals(question: list[Any], *arguments: Any, **options: Any) -> Answer:
 
 
 def of_any_size(*arguments: Any, **options: Any) -> "Setup":
-    """The arguments of `fit`, with steps of one sample, which any layout divides. Raises UsageError if wrong."""
+    """`fit`'s arguments, with steps of one sample, which any layout divides. Raises UsageError if no run takes them."""
     from accelerate_recipes.common.step.lazy import with_sizes
     from accelerate_recipes.common.step.refusals import check_given
     from accelerate_recipes.common.step.setup import Setup

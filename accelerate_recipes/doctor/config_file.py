@@ -71,7 +71,7 @@ class Config:
 
     @property
     def is_for_the_loop(self) -> bool:
-        """Whether `launched` knows the variables that start the processes: not with MPI, on TPUs or elsewhere."""
+        """Whether `launched` knows the variables that this kind of launch sets: not with MPI, on TPUs or elsewhere."""
         return self.is_local and self.kind not in ("XLA", "MEGATRON_LM", "") and not self.section("mpirun_config")
 
     def section(self, name: str, kind: str | None = None) -> dict[str, Any]:

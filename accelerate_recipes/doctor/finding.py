@@ -19,7 +19,7 @@ class Finding:
         # `doctor --fix` makes these edits to resolve the finding. If the file works, they do not change the run that it
         # describes, or they do what a key clearly asks for.
         self.edits = [part for part in cure if isinstance(part, Edit)]
-        self.by_hand = "; ".join(part for part in cure if isinstance(part, str))  # what to type, too or instead
+        self.by_hand = "; ".join(part for part in cure if isinstance(part, str))  # what to type as well, or instead
 
     @property
     def type(self) -> str:

@@ -15,7 +15,7 @@ from accelerate_recipes.paths import check_new_file, write_file
 
 
 def path_of_copy(path: Path) -> Path:
-    """The path of the copy next to the file: c.fixed.yaml for c.yaml. Raises UsageError if it cannot be made."""
+    """The path of a file's copy: c.fixed.yaml for c.yaml. Raises UsageError if it exists, or cannot be made."""
     copy = path.with_name(f"{path.stem}.fixed{path.suffix}")
     if copy.exists():
         raise UsageError(f"{copy} exists: remove it, or run doctor on it")

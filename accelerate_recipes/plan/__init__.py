@@ -38,7 +38,7 @@ def plan(
     hours: Annotated[float | None, typer.Option(help="name the cheapest config that ends in this many hours")] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Estimate what a run will take on a cluster: batch, memory, traffic, time. Exit code 1 if it does not fit.
+    """Estimate what a run will need on a cluster: batch, memory, traffic, time. Exit code 1 if it does not fit.
 
     Example: accelerate-recipes plan recipes/transformer.py --config fsdp2 --num_processes 2 --gpu h100
     """

@@ -65,8 +65,8 @@ def count(given: Mapping[str, Any], key: str) -> int:
 
 
 def _sizes(asked: dict[str, Any], settings: Mapping[str, int | str], number: int, machines: int) -> dict[str, int]:
-    """The sizes of a parallelism_config that change with the number of processes of a stage. `dp_replicate` becomes the
-    number of machines; then `dp_shard` grows, otherwise `dp_replicate`, otherwise `tp`; `sp` alone gets replicas."""
+    """Sizes of a parallelism_config that change with a stage's number of processes. On several machines `dp_replicate`
+    becomes their number; then `dp_shard` grows, otherwise `dp_replicate`, otherwise `tp`; `sp` alone gets replicas."""
     prefix = "parallelism_config_"
     sizes = {key.removeprefix(prefix).removesuffix("_size"): count(asked, key) for key in asked if "_size" in key}
     if any(key.startswith(prefix) for key in settings) or not {"dp_replicate", "dp_shard", "tp", "sp"} & set(sizes):

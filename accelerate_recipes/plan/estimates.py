@@ -44,7 +44,7 @@ class RunFacts:
     num_samples: int  # of the training set
     save_every: int  # steps; 0: no checkpoints
     keep_checkpoints: int
-    # {step, from 0: rate}, for steps that show the schedule; keys of JSON are text
+    # {step, from 0: rate}, for steps that show the schedule; JSON keys are strings
     learning_rates: dict[str, float]
     tf32: bool  # whether float32 products use TF32
     flops_per_sample: float | None  # as the recipe passes it to `fit`
@@ -113,7 +113,7 @@ class Speed:
 
     num_processes: int
     seconds: float  # of a step
-    waits: float  # the part of them that a process waits for others
+    waits: float  # the part in which a process waits for others
     samples_per_second: float
     tokens_per_second_per_gpu: float | None
     mfu: float  # the share of the GPU's peak rate

@@ -43,7 +43,7 @@ def weights_on_meta(size: Path) -> AbstractContextManager[Any]:
 
 @contextmanager
 def processes(number: int, rank: int) -> Iterator[None]:
-    """In the `with` block, process groups have `number` processes; this is `rank`. Models stay, and nothing is sent."""
+    """In the block, process groups have `number` processes; this is `rank`. No model is moved, and nothing is sent."""
     from torch.distributed import _meta_registrations, device_mesh
     from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -43,7 +43,7 @@ def show_one(plan: Estimate, gpu: Gpu) -> None:
         "optimizer": in_bytes(step.optimizer),
         "beside them": f"{in_bytes(rest)} of activations and buffers, at the peak{forward}",
         "peak": f"{in_bytes(step.peak)} of {in_bytes(gpu.usable)}: {'fits' if plan.fits else 'DOES NOT FIT'}",
-        "sends": f"{in_bytes(plan.sent.link)} a step and process inside a machine, "
+        "sends": f"{in_bytes(plan.sent.link)} per step and process inside a machine, "
         f"{in_bytes(plan.sent.network)} between machines",
         "step": f"{_seconds(speed.seconds)}; {_seconds(speed.waits)} of it waiting for other processes",
         "speed": f"{speed.samples_per_second:,.4g} samples/s{tokens}, {speed.mfu:.1%} MFU",

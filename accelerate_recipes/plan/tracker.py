@@ -74,7 +74,7 @@ class Tracker(TorchDispatchMode):
         return self.events, self.peak, self.flops
 
     def track_freed_storages(self) -> AbstractContextManager[Any]:
-        """Also notes storages that are resized, as FSDP2 does to free gathered weights."""
+        """Also records storages that are resized, as FSDP2 does to free gathered weights."""
         resize = torch.UntypedStorage.resize_
 
         def noted(storage: Any, size: int) -> Any:

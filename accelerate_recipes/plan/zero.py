@@ -13,7 +13,7 @@ PARTS = 16  # of a step; ZeRO-3's gathers are spread over them
 
 
 def divide(one: StepFacts, run: RunFacts) -> StepFacts:
-    """The step of one of many processes, from a step of one process with the whole model. Changes only DeepSpeed."""
+    """The step of one of many processes, from that of a process with the whole model; unchanged without DeepSpeed."""
     if one.zero is None:
         return one
     stage, number, offloads = one.zero.zero_stage, run.num_processes, one.zero.offloads

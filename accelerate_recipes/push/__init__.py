@@ -49,7 +49,7 @@ def push(
 
 
 def check_name(name: str) -> None:
-    """Raises UsageError if an upload to the repository `name` must fail. Does not use the network."""
+    """Raises UsageError if it is clear without the network that an upload to `name` must fail."""
     from huggingface_hub import get_token, is_offline_mode
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id

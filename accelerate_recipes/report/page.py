@@ -39,7 +39,7 @@ def _remarks(run: Run) -> list[str]:
         remarks.append(f"{run.name}, attempt {event.attempt}{step}: {event.text}")
     if run.status == "running":
         time = f"{datetime.fromtimestamp(run.changed):%Y-%m-%d %H:%M:%S}"
-        remarks.append(f"{run.name}: it is still running, or was killed. The last record is of {time}.")
+        remarks.append(f"{run.name}: it is still running, or was killed. The last record is from {time}.")
     if run.num_damaged:
         remarks.append(f"{run.name}: skipped lines of metrics.jsonl that are not records: {run.num_damaged}")
     return remarks

@@ -41,8 +41,8 @@ def _causes_in_the_loader(run: Trace, reference: Trace, difference: Difference) 
         why = "gather keeps the padding of the last batch; call gather_for_metrics"
         if not facts["filled"]:
             why = (
-                "each process evaluates all samples, or repeats its loss as for a whole batch (loss.repeat); this may "
-                "not change a mean, but it changes a sum"
+                "each process evaluates all samples, or repeats its loss as for a whole batch (loss.repeat); a mean "
+                "can stay the same, but a sum changes"
             )
         yield f"the evaluation gathers {rows[0]} rows under DDP and {rows[1]} in one process: {why}"
     if facts["divided_twice"]:
@@ -124,8 +124,8 @@ def cause_of_other_repetition(again: Trace, single: Trace) -> str:
     if "own" in (single.facts["data_draw"] or ""):
         return (
             "one process gives different losses when it runs again on samples with the same ids: the dataset or its "
-            "collate_fn has its own random generator (such as numpy's default_rng), which set_seed does not "
-            "reach: seed it by the sample's id"
+            "collate_fn has its own random generator (such as numpy's default_rng or albumentations), which set_seed "
+            "does not reach: seed it by the sample's id"
         )
     return (
         "one process gives different losses when it runs again on the same samples: call set_seed before you build "

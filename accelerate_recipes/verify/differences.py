@@ -181,7 +181,7 @@ def noise_floor(moved: Trace, reference: Trace) -> dict[Point, float]:
 
 
 def of_all_steps(*floors: Mapping[Point, float]) -> dict[str, float]:
-    """{value, or "weights": the largest of all steps or tensors}: a third run may move a different one most."""
+    """{value or "weights": the largest of all steps or tensors}: in a third run, rounding may move another one most."""
     found: dict[str, float] = {}
     for (step, name), size in (each for floor in floors for each in floor.items()):
         kind = "weights" if step is None else name

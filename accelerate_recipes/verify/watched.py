@@ -84,7 +84,7 @@ class Watcher:
             kind.dataset = property(self._dataset)
 
     def keep_global_batch(self, arguments: Any, parts: int) -> None:
-        """Lets the processes of a Trainer share one batch as micro-batches. `arguments`: TrainingArguments."""
+        """Lets the processes of a Trainer with these TrainingArguments share one process's batch, as micro-batches."""
         number, finish = int(os.environ.get("WORLD_SIZE", 1)) * parts, arguments.__post_init__
 
         def divided(own: Any) -> None:

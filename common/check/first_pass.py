@@ -138,7 +138,7 @@ class FirstPass:
             "the forward pass draws random numbers, such as dropout: they depend on --micro_batch_size, here "
             f"{size}, not on the number of processes": self.draws,
             "collate_fn or __getitems__ draws random numbers: they depend on --micro_batch_size, here "
-            f"{size}, not on the number of processes; those of __getitem__ do not": self.draws_for_batches,
+            f"{size}, not on the number of processes; random numbers in __getitem__ do not": self.draws_for_batches,
             f"the forward pass changes {first['written']}, as BatchNorm does, and sees {size} of {whole} samples at a "
             "time: the result depends on the number of processes; to avoid that, use GroupNorm or "
             "LayerNorm": self.written,
@@ -147,8 +147,8 @@ class FirstPass:
             "give fit a loss that compares samples as batch_loss; replace a mean inside forward_step by one value per "
             'sample, with the weights as "weight" of the batch': not self.written and self.mixes,
             f"a hook or autograd function uses the gradient of a whole micro-batch, here {size} of {whole}: the result "
-            "depends on the number of processes and on --micro_batch_size; use each sample's own": not self.written
-            and self.mixes_gradients,
+            "depends on the number of processes and on --micro_batch_size; use each sample's own "
+            "gradient": not self.written and self.mixes_gradients,
         }
         for line, applies in {**always, **(if_cut if size != whole else {})}.items():
             if applies:
@@ -165,7 +165,7 @@ class Outcome:
     draws_backwards: bool  # whether the backward pass does
 
     def is_close(self, whole: "Outcome", name: str, tolerance: float, half: slice = slice(None)) -> bool:
-        """Whether a value is close, relative to its sample or a larger mean; or if shapes differ, as of answers."""
+        """Whether a value is close, relative to its sample or a larger mean; True if shapes differ, as answers' do."""
         pair = self.values[name], whole.values[name][half]
         value, other = (each.double().reshape(len(each), -1).nan_to_num() for each in pair)
         if value.shape != other.shape:

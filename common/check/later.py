@@ -37,7 +37,7 @@ class Rehearsal:
     moved: dict[int, Step]  # the same from weights that are perturbed by rounding errors: a trajectory amplifies them
     first: Step  # the first step of the run
     is_low: bool  # whether a layer computes with fewer bits than float32
-    keeps: str  # names of what layers hold, if the first steps changed it
+    keeps: str  # names of values in layers that the first steps changed
 
     @classmethod
     def take(cls, run: ReferenceRun, first: Step, first_pass: FirstPass, number: int) -> "Rehearsal | None":

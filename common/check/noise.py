@@ -16,7 +16,7 @@ REPEATED, SMALL = 1e-4, 0.01  # how far a repeated gradient may differ, of its s
 # sign. The share of such elements is about the share of rounding in the gradient, and the distance its square root.
 TIMES_ROOT = 10
 IS_ROUNDING = 0.01  # share of a gradient that changes with rounding: above, it is zero in exact arithmetic
-IS_SMALL = 3e-4  # the same for one element: its gradient may be as small as Adam's epsilon, and its update changes
+IS_SMALL = 3e-4  # the same for an element: above, its gradient may be as small as Adam's epsilon, so its update changes
 
 
 def without_noise(gaps: dict[Key, Gap], reference: Reference, number: int) -> tuple[dict[Key, Gap], list[str]]:
@@ -71,8 +71,8 @@ def what_does_not_repeat(again: Step, expected: Step, is_low: bool) -> str | Non
 
 
 def _of_other_elements(gap: Gap, reference: Reference, number: int, name: str) -> Gap:
-    """The difference of a weight without the elements that rounding can move that far. A perturbed step may by chance
-    move another element, or move one less: here the average change of an element's gradient counts."""
+    """The difference of a weight without the elements that rounding can move that far. By chance, a perturbed step may
+    move a different element, or move an element less: here the average change of an element's gradient counts."""
     expected, initial = reference.steps[number].weights.get(name), reference.initial.get(name)
     if gap.weight is None or expected is None or initial is None or len(expected.sums) == WIDTH:
         return gap  # the sums of a large weight are not its elements

@@ -112,7 +112,7 @@ class ReferenceRun:
                     self.is_low = self.is_low or modules.is_low
                 else:
                     engine.step(number, micro_batches, wants_norm=False)
-                if change is not None and plan.evaluates(number + 1):  # as the run does: later effects are noise
+                if change is not None and plan.evaluates(number + 1):  # as in the run; what that changes later is noise
                     evaluate_batch(model, engine.evaluate, micro_batches[0], number)
                 self.seconds = min(self.seconds, time.monotonic() - began)
             if compares is not None:
@@ -300,5 +300,5 @@ def why_not_checked(precision: str, num_bytes: int, on_device: float) -> str | N
     """Why one device cannot take the steps, or None. `num_bytes`: of the whole model; `on_device`: free there."""
     if precision == "fp16":
         return "fp16 skips steps"
-    too_much = f"{4 * num_bytes / 2**30:,.1f} GiB for the whole model on one device are too much"
+    too_much = f"the whole model needs {4 * num_bytes / 2**30:,.1f} GiB, too much for one device"
     return too_much if 4 * num_bytes > on_device else None

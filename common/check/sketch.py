@@ -16,8 +16,8 @@ BLOCK = 64 * WIDTH  # elements that are added at a time: a copy of them stays in
 class Sketch:
     """A count sketch of a tensor (Charikar et al. 2002): each element, times a random sign, is in one of `width` sums.
 
-    The sketch of a difference is the difference of two sketches. The norm of a sketch is the tensor's within 2 %
-    (one standard deviation; with 16 sums within 18 %), or exactly, if the tensor has at most `width` elements.
+    The sketch of a difference is the difference of two sketches. The norm of a sketch equals the norm of the tensor
+    within 2 % (one standard deviation; with 16 sums, 18 %), or exactly, if the tensor has at most `width` elements.
     """
 
     sums: Tensor  # float64 or complex128, on the CPU, of shape (width,), or of a smaller tensor's number of elements

@@ -34,8 +34,7 @@ class WriteError(Exception):
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: dict[str, str] | None = None) -> None:
     """Writes tensors, contiguous and on the CPU, to a safetensors file, without flushing it; they may share memory.
-    `facts`: the file's "__metadata__". Raises SafetensorError if it cannot be written, ValueError for a type that it
-    cannot hold."""
+    `facts`: its "__metadata__". Raises SafetensorError if it cannot be written, ValueError for types it cannot hold."""
     storages: set[int] = set()
     apart: dict[str, Tensor] = {}  # `save_file` refuses tensors that share memory, such as tied weights
     for name, tensor in tensors.items():

@@ -42,7 +42,7 @@ def identity(setup: Setup, group: CpuGroup) -> dict[str, Any]:
     plan, config, eval_sets = setup.plan, asdict(setup.plan.config), setup.eval_sets
     mixture = getattr(plan.sampler, "__self__", None)
     some = {name: _some(range(len(each)), NUM_OF_EVALUATION) for name, each in eval_sets.items()}
-    # From the training set, with its transforms, and with the random numbers of it and its `collate_fn`.
+    # From the training set, with its transforms, and the random numbers that it and its `collate_fn` draw.
     trained = _facts(setup.train_set, known_by(plan), plan.config)
     evaluated = {name: _facts(eval_sets[name], ids, plan.config) for name, ids in some.items()}
     return {name: config[name] for name in ("seed", "batch_size", "data", "ema_decay")} | {
@@ -60,8 +60,8 @@ def identity(setup: Setup, group: CpuGroup) -> dict[str, Any]:
 
 
 def differences(identity: dict[str, Any], there: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(setting, its value in a checkpoint, its value here) if it differs. A checkpoint may have more settings.
-    The data may have moved to another path, if their samples are the same."""
+    """(setting, its value in a checkpoint, its value here) of each setting that differs. A checkpoint may have more
+    settings. The data may have moved to another path, if their samples are the same."""
     ours, theirs = identity["samples"], there.get("samples", {})
     moved = ours.keys() & theirs.keys() and other_sample(ours, theirs) is None
     compared = identity.keys() - {"samples", "eval_samples", *(["data"] if moved else [])}

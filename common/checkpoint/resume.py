@@ -35,7 +35,7 @@ class Checkpoint:
 
     path: Path = Path()  # its folder
     reader: Reader | None = None  # reads its files
-    trained: Sequence[str] = ()  # names of the weights that the optimizer of this run trains
+    trained: Sequence[str] = ()  # names of the weights in the optimizer of this run
     other_evaluation: bool = False  # whether the run evaluated other samples
 
     @property
@@ -79,7 +79,8 @@ class Checkpoint:
         if before not in (None, now):  # None: a checkpoint from before versions were stored
             accelerator.print(f"the checkpoint was written by accelerate-recipes {before}, this is {now}")
         if self.state.step > plan.num_steps:
-            accelerator.print(f"it has {self.state.step} steps, this run {plan.num_steps}: nothing is left to train")
+            both = f"the checkpoint is at step {self.state.step}, and this run has {plan.num_steps} steps"
+            accelerator.print(f"{both}: nothing is left to train")
         if content["schedule"] != curve(plan):
             accelerator.print("the learning rate follows a different schedule than in the checkpoint")
         for name, before, value in other_flags(plan, content):
@@ -144,7 +145,7 @@ def _check_same_run(path: Path, content: dict[str, Any], plan: Plan, identity: d
     if (found := other_sample(identity["samples"], content["identity"].get("samples", {}))) is not None:
         flags = [f"; --{name} was {there}, is {here}" for name, there, here in other_flags(plan, content)]
         raise UsageError(
-            f'the data differ from those of the checkpoint {path}: "{found[1]}" of sample {found[0]} differs'
+            f'the data differ from the data of the checkpoint {path}: "{found[1]}" of sample {found[0]} differs'
             f"{''.join(flags)}: resume with the data and flags of that run, or use --overwrite_output_dir to start over"
         )
 

@@ -56,9 +56,9 @@ def assign(held: Sequence[Shard], rank: int) -> set[str]:
 
 def write(folder: Path, shards: OwnShards, content: dict[str, Any], group: CpuGroup) -> None:
     """Writes a folder, and its parent if it is missing, with the shards of all processes, which share the file system.
-    Each process writes its `collect_shards`. The folder gets its name only when everything is on the disk. Raises
-    WriteError if a file could not be written; then an earlier checkpoint is unchanged. `content`: the first process's
-    JSON for the manifest; `Reader.content` returns it."""
+    Each process writes the shards from its own `collect_shards`. The folder gets its name only when everything is on
+    the disk. Raises WriteError if a file could not be written; then an earlier checkpoint is unchanged. `content`: the
+    first process's JSON for the manifest; `Reader.content` returns it."""
     # A different name for each: a network file system may return an earlier folder of the same name.
     aside, is_first = folder.with_name(f"{UNFINISHED}{folder.name}"), group.rank == 0
     file = aside / f"shard_{group.rank:05d}.safetensors"

@@ -185,7 +185,7 @@ def _from_workers(loader: DataLoader[Any]) -> Iterator[Batch]:
 def _exit_code(workers: list[Any]) -> int | None:
     """The exit code of a worker that has failed or fails within a second, or None; negative for a signal."""
     deadline = time.monotonic() + 1
-    while not any(worker.exitcode for worker in workers):  # meanwhile others may end normally
+    while not any(worker.exitcode for worker in workers):  # other workers may end normally in the meantime
         alive = [worker.sentinel for worker in workers if worker.exitcode is None]
         if (left := deadline - time.monotonic()) < 0 or not multiprocessing.connection.wait(alive, left):
             return None

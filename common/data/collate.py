@@ -87,7 +87,7 @@ class Padding:
     Args:
         padding: {name: value to pad with}; 0 for other names. For labels, use -100: torch's losses ignore it.
         mask: name of a tensor to add, of shape (batch, length) and type int64: 1 for a position of the sample, 0 for
-            padding. It marks the first padded tensor. None adds nothing; a sample's own tensor of this name stays.
+            padding. It follows the lengths of the first padded tensor. None adds nothing; a sample's own mask stays.
         multiple_of: pad to a multiple of this length.
         side: where the padding goes: "right", or "left" for a model that reads the last position.
     """

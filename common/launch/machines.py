@@ -86,8 +86,8 @@ def saying_who_waits(environment: Environment) -> Iterator[None]:
     """Prints a line if the processes take long to meet in the block. Raises UsageError for a port in use, RunError."""
     place = f"{environment.main_address}:{environment.main_port}"
     line = (
-        f"process {environment.rank} waits for all {environment.world_size} at {place} (MASTER_ADDR, MASTER_PORT); "
-        "Ctrl-C ends it. If no launcher has started the others: unset RANK LOCAL_RANK WORLD_SIZE"
+        f"process {environment.rank} is waiting for all {environment.world_size} processes at {place} (MASTER_ADDR, "
+        "MASTER_PORT); Ctrl-C ends it. If no launcher has started the others: unset RANK LOCAL_RANK WORLD_SIZE"
     )
     timer = threading.Timer(PATIENCE_S, print, [line], {"flush": True})
     timer.daemon = True

@@ -32,8 +32,8 @@ TYPES_OF_ACCELERATE = {strategy.distributed_type for strategy in STRATEGIES}
 
 
 class ObservedAccelerator(Accelerator):
-    """An Accelerator that notes in `asked` where the recipe's code asks how many processes there are, or gathers values
-    itself: {what it asks for: the file and line of the first time}."""
+    """An Accelerator that records in `asked` where the recipe's code asks how many processes there are, or gathers
+    values itself: {what it asks for: the file and line of the first time}."""
 
     def __init__(self, layout: Layout, **named: Any):
         self.layout, self.asked = layout, dict[str, str]()

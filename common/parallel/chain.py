@@ -98,7 +98,7 @@ class _Call:
 
 
 def find_chain(model: nn.Module, forward: Forward, states: Callable[[], Any]) -> tuple[dict[str, int], list[str]]:
-    """The chain with most weights: layers that each get the hidden states of the one before, all of one
+    """The chain with the most weights: layers that each get the hidden states of the one before, all of one
     shape and type. Raises UsageError if there is none, there are two, or its layers draw random numbers.
 
     Args:

@@ -181,7 +181,7 @@ class DeepSpeed(Strategy):
             model.register_forward_pre_hook(_bf16_inputs, with_kwargs=True)
             model.register_forward_hook(float32_outputs)
         compile_if_asked(model, plan)
-        # For `generate`: all processes take as many passes as the longest answer needs. It reads this only from FSDP.
+        # For `generate`: all take as many passes as the longest answer needs. transformers reads this only for FSDP.
         model._is_fsdp_managed_module = zero_stage(plan.layout.environment) == 3
         model, optimizer = accelerator.prepare(model, setup.optimizer)
         load_models_whole()

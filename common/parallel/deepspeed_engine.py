@@ -126,8 +126,8 @@ class DeepSpeedEngine(Engine):
         self._not_by_element = found.names if self._not_by_element is None else self._not_by_element
         for name in sorted(found.names - self._not_by_element):
             raise UsageError(
-                f"the optimizer, or a hook of its step, begins to call {name} on a tensor of {self.plan.layout}: a "
-                "part of several weights; use --config_file accelerate_configs/ddp.yaml"
+                f"the optimizer, or a hook of its step, begins to call {name} on a tensor in which "
+                f"{self.plan.layout} has parts of several weights; use --config_file accelerate_configs/ddp.yaml"
             )
         return result
 

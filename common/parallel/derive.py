@@ -104,8 +104,8 @@ class _Passes:
         return taken | {(OUTPUT, index): value for index, value in enumerate(results)}
 
     def pairs(self) -> list[tuple[set[str], set[str]]]:
-        """(columns, rows) pairs, with most weights first. The columns' outputs go only to the rows, which get nothing
-        else. Layers of a kind stay together: one may give the next values that depend on its heads."""
+        """(columns, rows) pairs, those with the most weights first. The columns' outputs go only to the rows, which get
+        nothing else. Layers of a kind stay together: one may give the next values that depend on its heads."""
         found, seen = dict[Any, list[tuple[set[str], set[str]]]](), set[str]()
         for start, sources in self._sources.items():
             rows, columns, before = {start}, set(sources), -1

@@ -1,9 +1,9 @@
 """Expert parallelism: each process of a group holds some of the experts of each layer, and has its own samples.
 
-Before the experts, the processes of a group gather all their tokens. Each takes the tokens that the router sends to
-its experts. Then the outputs are summed, and each process gets the outputs of its tokens. GShard (Lepikhin et al. 2020)
-and DeepSpeed-MoE send each token only where it goes. Here no size depends on the router: a GPU never waits for one.
-The traffic is the same if each token has at least as many experts as the group has processes.
+Before the experts, the processes of a group gather all their tokens. Each takes the tokens that the router sends to its
+experts. Then the outputs are summed, and each process gets the outputs of its tokens. GShard (Lepikhin et al. 2020) and
+DeepSpeed-MoE send each token only where it goes. Here no size depends on the router, so a GPU never has to wait for a
+size. The traffic is the same if each token has at least as many experts as the group has processes.
 """
 
 from collections.abc import Callable

@@ -54,8 +54,7 @@ def check_weights(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
     scalar = next((name for name, weight in model.named_parameters() if weight.ndim == 0), None)
     if scalar is not None and sharding.offloads(plan.layout):
         raise UsageError(
-            f"{scalar} has no dimension that FSDP2 could shard, and stays whole, which does not work with "
-            "fsdp_offload_params",
+            f"{scalar} has no dimension to shard, so FSDP2 keeps it whole; that does not work with fsdp_offload_params",
             "use false there in the config file, or give it the shape (1,)",
         )
 

@@ -26,7 +26,7 @@ def take_hooks(model: nn.Module, layout: Layout, fallback: str) -> dict[str, lis
             has_late = bool(weight._post_accumulate_grad_hooks)
             hooks = [] if layout.num_processes == 1 else [*(weight._backward_hooks or {}).values()]
         if has_late and (layout.num_processes > layout.pp or "FSDP2" in layout.strategies):
-            what = "after its gradient is accumulated, and a process accumulates only its own micro-batches'"
+            what = "after its gradient is accumulated, and a process accumulates only that of its own micro-batches"
         elif hooks and layout.sp * layout.ep > 1:
             what = f"whose gradient {layout} divides by tokens"
         else:

@@ -70,7 +70,7 @@ class Operations(OperationTrace):
         elif not all("(" in each for each in origins) and any(
             each.shape[-1:] == result.shape[-1:] > (1,) and each not in self.origins for each in given
         ):  # what a transpose returns may have another last dimension: T5's biases have keys there
-            self.note(f"{schema.name.removeprefix('aten::')} with an extra tensor", (args, kwargs))
+            self.note(f"{schema.name.removeprefix('aten::')} with another tensor", (args, kwargs))
         self.mark((result, args[:1] if schema.is_mutable else ()), origins)
         return result
 
@@ -78,8 +78,7 @@ class Operations(OperationTrace):
 def watched(engine: Engine, styles: Mapping[str, str]) -> NumberedStep:
     """The `forward_step` of an engine; it raises UsageError if a pass draws random numbers or computes more between
     divided layers than the first steps did. It watches passes of steps whose result is read, the first pass after each
-    step in an evaluation, and passes with new shapes; others only for random numbers. `styles`: of the plan, if there
-    is one."""
+    step in an evaluation, and passes with new shapes; others only for random numbers. `styles`: of the plan, if any."""
     forward_step, plan, last = engine.forward_step, engine.plan, [(True, -1)]
     first = dict[bool, int]()  # {whether a pass has gradients: number of the first step with such a pass}
     known, seen, draws = {True: set[str](), False: set[str]()}, set[Any](), set[bool]()

@@ -59,7 +59,7 @@ def leave_before_layers(run: Run, model: nn.Module, is_entry: bool = False) -> T
         return left.args[0]
     raise UsageError(
         f"{type(model).__name__} cannot be cut into stages: a pass of forward_step ends before the last layers, or a "
-        "function that a copy of it calls refers to the model itself",
+        "function that a copy of the model calls refers to the original model",
         f"use {FALLBACK}",
     )
 
@@ -254,7 +254,7 @@ def is_absent(module: nn.Module) -> bool:
 def _make_absent(
     name: str, layer: nn.Module, forward: Callable[..., Any], cut: Cut, here: set[nn.Module], device: torch.device
 ) -> None:
-    """Makes a layer return other hidden states, without the user's hooks, which belong to the stage that has it. It may
+    """Replaces the output of a layer. The user's hooks do not run here, but in the stage that has the layer. It may
     share modules with layers that are here. Its other modules lose what a pass would set: attributes from the first
     passes, and other numbers, which may be such attributes from the start, as `self.penalty = 0.0`."""
     num_outputs = cut.chain[name]
@@ -268,7 +268,7 @@ def _make_absent(
     if hasattr(layer, "gradient_checkpointing"):  # of transformers: there is nothing to compute again
         layer.gradient_checkpointing = False  # type: ignore[assignment]
     layer._compiled_call_impl = None
-    # Not `forward`: hooks run around it. Returns them in the form that the layer used:
+    # Replaces `_call_impl`, not `forward`, around which hooks run. Returns the hidden states in the layer's form:
     layer._call_impl = lambda *args, **named: (  # type: ignore[method-assign]
         (forward(*args, **named), *[None] * (num_outputs - 1)) if num_outputs else forward(*args, **named)
     )

@@ -89,8 +89,7 @@ class Division:
 
     def apply(self, part: Part, weights: bool = True) -> None:
         """Divides a part, reads the weights that are still on disk, moves it to the device, and gives the optimizer its
-        weights in place of those of the whole model. `weights`: False: the part has none, and its results are
-        divided."""
+        weights in place of the whole model's. `weights`: False: the part has none, and its results are divided."""
         device, before = self.grid.device, dict(part.model.named_parameters(remove_duplicate=False))
         with materialized(part.model, "cpu" if offloads(self.grid.layout) else device):
             for strategy, plan in self._plans if weights else [each for each in self._plans if not each[0].of_weights]:

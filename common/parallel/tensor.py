@@ -56,9 +56,9 @@ class TensorParallel(Strategy):
                 plan = derive(model, alike(lambda: forward(model)), layout.tp, PACKS if packs else PACKS[:1])
             if not plan:
                 raise UsageError(
-                    f"{why_not}, and none can be derived: that takes two linear layers in a row, which share no weight "
-                    "with others, have no layer between them that needs all features, and are not differentiated in "
-                    "the forward pass",
+                    f"{why_not}, and none can be derived: that needs two linear layers in a row that share no weight "
+                    "with others, with no layer between them that needs all features, and that forward_step does not "
+                    "differentiate",
                     "use --config_file accelerate_configs/fsdp2.yaml",
                 )
             which, why = f"{why_not}: a derived one", "all features are needed"

@@ -33,7 +33,7 @@ STARTS_OVER = "starts_over"  # this file marks the folder's content as an earlie
 class OutputDir:
     """The folder of a run. One run owns it at a time; the main process holds the lock.
 
-    The files of an earlier run:
+    How a run treats the files of an earlier run:
 
     | the folder holds | flags | the run |
     | --- | --- | --- |

@@ -1,4 +1,4 @@
-"""The run card, run.json: the command and the machine of a run, and how it ended."""
+"""The run card, run.json: how and on what the run started, and how it ended."""
 
 import json
 import os

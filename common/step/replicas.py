@@ -58,8 +58,8 @@ class Replicas:
         return {name: sum_of_bits(local(part).detach()) for name, part in asked.items()}
 
     def rows(self, bits: Mapping[str, Tensor]) -> Tensor:
-        """float64 of shape (processes, 7, 2), zero except for its own row: for each set of processes with which it
-        shares weights [which weights, their bits], and the same for the numbers in the optimizer's parameter groups.
+        """float64 of shape (processes, 7, 2), zero except in this process's row: for each set of processes with which
+        it shares weights [which weights, their bits], and the same for the numbers in the optimizer's parameter groups.
         `drift` takes the sum over the processes. `bits`: this one's."""
         layout, device = self._plan.layout, self._accelerator.device
         rows = torch.zeros(layout.num_processes, MOST + 1, 2, dtype=torch.float64, device=device)

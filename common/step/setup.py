@@ -69,7 +69,7 @@ class Setup:
             return fetch(self.train_set, ids[:size].tolist(), self.plan.config.seed, epoch)
 
     def check_functions(self, model: nn.Module) -> tuple[NumberedStep, BatchLoss | None]:
-        """(forward_step, batch_loss) for this model with its wrappers, which raise UsageError for wrong results."""
+        """(forward_step, batch_loss) for this model as wrapped; both raise UsageError for wrong results."""
         plan, keeps = self.plan, bool(self.options.get("examples") or self.plan.config.save_predictions)
         forward_step = check_values(self.forward_step, plan.micro_batch_size, self.batch_loss is not None, keeps)
         if self.plan.layout.num_processes > 1:

@@ -80,8 +80,8 @@ def _check_values(values: Any, size: int) -> None:
         if not isinstance(value, Tensor) or value.shape[:1] != (size,):
             given = f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
             raise UsageError(
-                f'"{name}" {given}: expected a tensor of shape ({size}, ...); expand values that all share, such as '
-                f"a temperature, to ({size},)"
+                f'"{name}" {given}: expected a tensor of shape ({size}, ...); expand values that all samples share, '
+                f"such as a temperature, to ({size},)"
             )
     if torch.is_grad_enabled() and not any(value.requires_grad for value in values.values()):
         raise UsageError(

@@ -118,8 +118,7 @@ def norm_over_processes(tensors: list[Tensor]) -> Tensor:
 
 def shards_of(name: str, tensor: Tensor, everybody: Sequence[int], of_first: bool = False) -> Iterator[Shard]:
     """This process's shard of a tensor, whole or divided; nothing if it is empty. `everybody`: ranks of the processes
-    that hold the tensor, or shards of it; `of_first`: a shard may differ between processes that hold it, and the first
-    of them writes it."""
+    that hold the tensor, or shards of it; `of_first`: a shard may differ between processes; the first one writes it."""
     if packs_of(tensor) > 1:
         yield Shard.gathered(name, tuple(tensor.shape), lambda: whole(tensor), everybody)
         return
@@ -178,9 +177,9 @@ def shard_range(
 def holders(
     ranks: Tensor, cuts: Sequence[int | None], coordinate: Sequence[int], num_processes: int
 ) -> tuple[int, ...]:
-    """Ranks of the processes that hold the same shard as a coordinate of a mesh, in increasing order. `ranks`:
-    of the mesh, int, of its shape; `cuts`: as in `_place`; `num_processes`: of the run. If the mesh has fewer, the
-    tensor is repeated by tensor parallelism, whose processes have consecutive ranks."""
+    """Ranks of the processes that hold the same shard as the process at a coordinate of a mesh, in increasing order.
+    `ranks`: of the mesh, int, of its shape; `cuts`: as in `_place`; `num_processes`: of the run. If the mesh has fewer,
+    the tensor is repeated by tensor parallelism, whose processes have consecutive ranks."""
     same = ranks[tuple(slice(None) if along is None else index for along, index in zip(cuts, coordinate))]
     repeats = num_processes // ranks.numel()
     return tuple(sorted(rank - rank % repeats + other for rank in same.flatten().tolist() for other in range(repeats)))

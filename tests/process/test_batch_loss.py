@@ -89,7 +89,7 @@ def test_memory_grows_with_the_values_and_not_with_the_activations(tmp_path: Pat
     ("mistake", "expected"),
     [
         ("loss", "forward_step returns loss: with batch_loss, expected a dict of its inputs, such as vectors of"),
-        ("mean", '"left" has shape (): expected a tensor of shape (8, ...); expand values that all share'),
+        ("mean", '"left" has shape (): expected a tensor of shape (8, ...); expand values that all samples share'),
         ("detached", "left, right, scale: none has a gradient: compute them from the model output"),
         ("scalar", '"loss" has shape (): expected (32,), one value per example; use reduction="none"'),
         ("outside", "batch_loss uses a weight of shape (1,) that is not among its values: return it from the model"),

@@ -43,7 +43,7 @@ def test_command(tmp_path: Path) -> None:
     assert run.exit_code == 1, run.stderr
     (finding,) = json.loads(run.stdout)
     assert finding["what"].startswith(
-        "ConvNet has no tp_plan, and none can be derived: that takes two linear layers in a row"
+        "ConvNet has no tp_plan, and none can be derived: that needs two linear layers in a row"
     )
     assert doctor(tmp_path, "no.yaml").exit_code == 2
 

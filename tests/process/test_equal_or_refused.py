@@ -142,7 +142,7 @@ DRAWN: dict[tuple[str, str], str | None] = {
     ("model bf16_weights", "deepspeed_zero3"): "stem.weight is bfloat16, which DeepSpeed would cast",
     ("model tied --step causal_metric_of_evaluation", "pipeline_parallel"): None,
     ("model tied --step causal_margin", "pipeline_parallel"): "calls a layer 2 times in a pass of forward_step",
-    ("model causal_scaled_embeddings", "pipeline_parallel"): "a copy of it calls refers to the model itself",
+    ("model causal_scaled_embeddings", "pipeline_parallel"): "a copy of the model calls refers to the original model",
     ("model causal_hook_on_hidden_states", "pipeline_parallel"): None,
 }
 

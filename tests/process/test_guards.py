@@ -18,7 +18,8 @@ from support.runs import ROOT, refused
 
 def test_report_of_the_launcher_ends_with_our_line(tmp_path: Path) -> None:
     run = launch(tmp_path / "run", "ddp", MNIST, "--batch_size 63", succeeds=False)
-    line = "--batch_size 63 is not divisible by 2 data-parallel ranks: use --batch_size 62 or 64"
+    line = "--batch_size 63 is not divisible by 2 data-parallel ranks: use --batch_size 62 or 64, or change the number "
+    line += "of processes"
     assert refused(run) == f"error: {line}" and line in run.stderr.split("Root Cause")[1]
     assert not run.output_dir.exists()
 

@@ -93,7 +93,7 @@ def test_resuming_with_more_or_fewer_steps_says_what_it_does(tmp_path: Path) -> 
     assert "resumed from" in longer.stdout and "another curve" not in longer.stdout
     path = longer.output_dir / "checkpoints" / "step_00000006"
     fewer = fork(tmp_path / "fewer", "single", MNIST, f"{flags} --max_steps 3 --resume_from_checkpoint {path}")
-    assert "it has 6 steps, this run 3: nothing is left to train" in fewer.stdout
+    assert "the checkpoint is at step 6, and this run has 3 steps: nothing is left to train" in fewer.stdout
 
 
 def test_latest_without_a_checkpoint_starts_fresh(tmp_path: Path) -> None:

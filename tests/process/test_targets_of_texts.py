@@ -171,7 +171,10 @@ def test_a_text_is_classified(tmp_path: Path) -> None:
         ("--label_column kinds", "column kinds has lists of classes: use --target classes"),
         ("--target number", "column kind, row 1 below the header: expected a number, got 'other'"),
         ("--target probability --label_column number", "in column number is not one: use --target number"),
-        ("--data {folder}/one.jsonl --target number --label_column number", "evaluation texts all have one number"),
+        (
+            "--data {folder}/one.jsonl --target number --label_column number",
+            "evaluation texts all have the same number: expected different ones",
+        ),
         ("--data stdlib --target number", "--data stdlib has single texts with one class each: use the path of a file"),
     ],
 )

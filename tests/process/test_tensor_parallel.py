@@ -40,7 +40,7 @@ def test_result_is_that_of_one_process(tmp_path: Path, reference: Callable[..., 
     [
         (
             "resnet",
-            "ResNetForImageClassification has no tp_plan, and none can be derived: that takes two linear layers",
+            "ResNetForImageClassification has no tp_plan, and none can be derived: that needs two linear layers",
         ),
         pytest.param("mamba", "MambaForCausalLM has no tp_plan, and none can be derived", marks=pytest.mark.full),
     ],

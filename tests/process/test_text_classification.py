@@ -85,5 +85,5 @@ def test_resume_on_other_data(tmp_path: Path) -> None:
     moved.write_text("\n".join(["text,label", *reversed(rows)]))
     run = fork(tmp_path / "run", "ddp", SCRIPT, f"{latest} --data {moved} --max_steps 6", succeeds=False)
     line = refused(run)
-    assert "the data differ from those of the checkpoint" in line and "of sample 0 differs" in line
+    assert "the data differ from the data of the checkpoint" in line and "of sample 0 differs" in line
     assert "use --overwrite_output_dir to start over" in line and run.checkpoints == [2, 4]

@@ -73,7 +73,10 @@ BEGINS: dict[tuple[str, str], str | None] = {
     **{(f"plateau{often}", "ddp"): None for often in ("", " --eval_every 1")},
     ("running_mean", "tensor_parallel"): None,
     ("norm_in_step", "interleaved"): None,
-    ("norm_in_step", "deepspeed_zero2"): "begins to call norm with what DeepSpeed ZeRO-2 gives it",
+    (
+        "norm_in_step",
+        "deepspeed_zero2",
+    ): "begins to call norm on a tensor in which DeepSpeed ZeRO-2 has parts of several weights",
     ("norm_in_step", "fsdp2"): "from a tensor that is divided among processes: call .full_tensor() first",
     ("number", "pipeline_parallel"): "branches on blocks.0.up.weight",
     ("norm_in_a_hook", "pipeline_parallel"): OTHER,
@@ -85,7 +88,7 @@ BEGINS: dict[tuple[str, str], str | None] = {
     ("skipped_layer", "ddp"): "no pass of this step uses blocks.1.norm.weight, as earlier steps did, and DDP waits for",
     ("penalty", "tensor_parallel"): "TP 2 cannot train this: RuntimeError",
     ("list", "pipeline_parallel"): f"activity, {OTHER}",
-    ("ramp", "tensor_parallel"): "in step 4 a pass computes mul with an extra tensor of blocks.0.up",
+    ("ramp", "tensor_parallel"): "in step 4 a pass computes mul with another tensor of blocks.0.up",
     # What nothing watches, the last step of a short rehearsal shows.
     ("captured_weights", "fsdp2"): f"{ONE}: in step 6",
     ("captured_weights", "ddp"): None,

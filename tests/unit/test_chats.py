@@ -330,9 +330,13 @@ def test_what_was_thought_is_given_to_the_template() -> None:
     for key in ("reasoning_content", "thinking"):
         row = encode([QUESTION, {**ANSWER, key: "Hm."}], tokenizer, 1000)
         assert trained_text(row) == "Hm.</think>Because.|"
-    with pytest.raises(UsageError, match="asks for an answer with '<think>', but an answer begins differently"):
+    with pytest.raises(
+        UsageError, match="asks for an answer with '<think>', but an answer in the data begins differently"
+    ):
         encode([QUESTION, ANSWER], tokenizer, 1000)
-    with pytest.raises(UsageError, match="asks for an answer with '<think>', but an answer begins differently"):
+    with pytest.raises(
+        UsageError, match="asks for an answer with '<think>', but an answer in the data begins differently"
+    ):
         encode([QUESTION, thought, QUESTION, ANSWER], tokenizer, 1000)
     chat = Conversation([QUESTION, ANSWER], options={"no_think": True})
     assert trained_text(encode(chat, tokenizer, 1000)) == "Because.|"
@@ -495,4 +499,5 @@ def test_mark_of_several_tokens_ends_no_answer_at_its_first(capsys: pytest.Captu
         with_chat_template(tokenizer, model)
         found = model.generation_config.eos_token_id
         assert (found if isinstance(ends, list) else found[0]) == ends
-    assert capsys.readouterr().out.count("ends an answer with '</answer>', which is not one token") == 1
+    line = "ends an answer with '</answer>', which is not one token: generation does not stop there"
+    assert capsys.readouterr().out.count(line) == 1

@@ -101,7 +101,7 @@ def test_copy(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         "  why   accelerate launch refuses the file: it had unknown keys\n"
         "  done  num_processes: 2; remove num_process\n\n"
         "left to you:\n\n"
-        "gpu_ids is 0, for 2 processes on this machine\n"
+        "gpu_ids is 0, but this machine has 2 processes\n"
         "  why   each process needs its own GPU\n"
         "  type  gpu_ids: all, or num_processes: 1 with distributed_type: 'NO'\n\n"
         "1 finding\n"

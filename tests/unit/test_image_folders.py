@@ -172,7 +172,7 @@ def test_what_there_is_instead_of_images_is_named(tmp_path: Path, capsys: Out, m
     for name in ("data.zip", "cat/a.heic", "cat/b.heic"):
         (tmp_path / name).touch()
     with pytest.raises(
-        UsageError, match=r"no data there \(no images by their names: 3, such as cat/a.heic\); expected"
+        UsageError, match=r"no data there \(files without the name of an image: 3, such as cat/a.heic\); expected"
     ):
         load(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
@@ -234,7 +234,7 @@ def test_what_is_left_out_is_counted(tmp_path: Path, capsys: Out) -> None:
     assert len(lines) == 3 and len({*lines}) == 3
     for fact in (
         "hidden: 4, such as .DS_Store",  # once more in bird
-        "no images by their names: 6, such as bird/Thumbs.db",
+        "files without the name of an image: 6, such as bird/Thumbs.db",
         "broken links: 2, such as dog/broken.png",
         "links to a folder above: 1, such as dog/above/",
         "no ordinary files: 1, such as dog/pipe.png",

@@ -107,5 +107,5 @@ def test_what_is_waited_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     environment = Environment(rank=1, world_size=2, local_rank=1, main_address="127.0.0.1", main_port="1")
     with pytest.raises(RunError, match="the processes did not meet"), saying_who_waits(environment):
         TCPStore("127.0.0.1", 1, 2, is_master=False, timeout=timedelta(seconds=1))
-    line = "process 1 waits for all 2 at 127.0.0.1:1 (MASTER_ADDR, MASTER_PORT); Ctrl-C ends it."
+    line = "process 1 is waiting for all 2 processes at 127.0.0.1:1 (MASTER_ADDR, MASTER_PORT); Ctrl-C ends it."
     assert line in capsys.readouterr().out

@@ -65,7 +65,7 @@ def test_files_beside_the_images(tmp_path: Path, capfd: Out) -> None:
     (tmp_path / "names.json").write_text('\ufeff{"0": "road", "1": "car"}', encoding="utf-8")
     parts = load(tmp_path, names=str(tmp_path / "names.json"))
     assert [len(part.rows) for part in parts] == [4, 1] and parts[0].images[0].size == (SIZE, SIZE)
-    assert "left out: 7 files that are not images by their names" in capfd.readouterr().out
+    assert "left out: 7 files without the name of an image" in capfd.readouterr().out
 
 
 def test_a_part_without_masks_is_no_evaluation(tmp_path: Path, capfd: Out) -> None:

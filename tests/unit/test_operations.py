@@ -18,9 +18,9 @@ def found(keys: int, of_features: bool) -> set[str]:
 
     with operations.watch([("biases", layer)], {"biases": "colwise"}):
         passes(torch.zeros(3, keys, dtype=torch.long))
-    return {what for what in operations.found if "an extra tensor" in what}
+    return {what for what in operations.found if "another tensor" in what}
 
 
 def test_a_mask_of_keys_is_not_one_of_features() -> None:
-    assert found(4, of_features=True) == {"mul with an extra tensor of biases"}
+    assert found(4, of_features=True) == {"mul with another tensor of biases"}
     assert not found(4, of_features=False)

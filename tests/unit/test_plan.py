@@ -49,7 +49,10 @@ def test_sizes_divide_or_the_line_names_sizes_that_do(ranks: int, stages: int) -
 @pytest.mark.parametrize(
     ("sizes", "advice"),
     [
-        ({"batch_size": 1}, "not divisible by 2 data-parallel ranks: use --batch_size 2"),
+        (
+            {"batch_size": 1},
+            "not divisible by 2 data-parallel ranks: use --batch_size 2, or change the number of processes",
+        ),
         ({"batch_size": 64, "micro_batch_size": 24}, "use --micro_batch_size 16 or 32"),
     ],
 )

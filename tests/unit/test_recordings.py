@@ -51,7 +51,7 @@ def test_folder_with_texts(tmp_path: Path, capfd: Out) -> None:
     ]
     assert [len(sample.wave) for sample in parts[0].samples] == [800, 880, 960, 1040]
     left = capfd.readouterr().out
-    assert "no recordings by their names: 1, such as train/notes.txt" in left
+    assert "files without the name of a recording: 1, such as train/notes.txt" in left
     assert "recordings that metadata.csv does not name: 2, such as train/4.wav" in left
     with pytest.raises(UsageError, match=r"the recordings in .*train have no texts: expected metadata.csv or"):
         load(tmp_path, "transcription")

@@ -180,7 +180,7 @@ def gpu_ids(config: Config) -> Iterator[Finding]:
     if wanted is not None and num_ids < wanted and config.starts_several:
         total = num_ids * config.num_machines
         yield Finding(
-            f"gpu_ids is {text}, for {wanted} processes on this machine",
+            f"gpu_ids is {text}, but this machine has {wanted} processes",
             "each process needs its own GPU",
             f"gpu_ids: all, or num_processes: {total}" + " with distributed_type: 'NO'" * (total == 1),
         )

@@ -104,7 +104,7 @@ def memory(config: Config) -> Iterator[Finding]:
     needed = LAUNCHER_BYTES + (wanted or 1) * PROCESS_BYTES
     if free < needed:
         yield Finding(
-            f"{free / GIB:.1f} GiB of memory are free, for {wanted or 1} processes",
+            f"only {free / GIB:.1f} GiB of memory is free for {wanted or 1} processes",
             f"they take {needed / GIB:.1f} GiB before the model and the data: the system would kill a process",
             "--num_processes with a smaller number, or end other programs",
         )
@@ -115,7 +115,7 @@ def open_files(config: Config) -> Iterator[Finding]:
     limit, needed = config.machine.open_files, 16 + 3 * (config.num_processes or 1)
     if limit is not None and limit < needed:
         yield Finding(
-            f"a process may open {limit} files, for {config.num_processes or 1} processes",
+            f"a process may open only {limit} files, but there are {config.num_processes or 1} processes",
             f"the connections between them take about {needed}: the run fails at its start, or waits forever",
             f"ulimit -n {max(1024, 2 * needed)}",
         )

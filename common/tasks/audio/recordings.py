@@ -79,7 +79,7 @@ class Recordings(Dataset):
 
 
 def freeze_reader(model: Any) -> None:
-    """Freezes the layers that read the wave: Whisper's encoder or convolutions. Raises UsageError if it has neither."""
+    """Freezes Whisper's encoder, or another model's convolutions. Raises UsageError for a model with neither."""
     freeze = getattr(model, "freeze_encoder", None) or getattr(model, "freeze_feature_encoder", None)
     if freeze is None:
         raise UsageError(f"--freeze_feature_encoder: {type(model).__name__} has no such encoder: remove the flag")

@@ -1,1 +1,1 @@
-"""Conversations, with images or as pairs of a preferred and a rejected one, and the models for them."""
+"""Conversations, perhaps with images, or as pairs of a preferred and a rejected one; and the models for them."""

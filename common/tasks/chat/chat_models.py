@@ -52,9 +52,8 @@ class ChatFlags(LoraFlags):
 def load_chat_model(
     config: ChatFlags, small: Callable[[int, str], tuple[PreTrainedModel, Any]], kind: Any = AutoModelForCausalLM
 ) -> tuple[PreTrainedModel, Any]:
-    """(the pretrained model of the flags, of a kind as in `load_pretrained`, or a small one that `small` makes from
-    `--max_length` and `--attention`; its tokenizer or processor, with a template). Raises UsageError for wrong
-    flags."""
+    """(the flags' pretrained model, of a kind as in `load_pretrained`, or one that `small` makes from `--max_length`
+    and `--attention`; its tokenizer or processor, with a template). Raises UsageError for wrong flags."""
     limits = config.max_length, config.attention
     if (path := base_of(config, config.merge)) is None:
         model, tokenizer = small(*limits)
@@ -106,7 +105,9 @@ def _end_answers(tokenizer: Any, model: PreTrainedModel) -> None:
         model.config.eos_token_id = model.generation_config.eos_token_id = list(dict.fromkeys(ends + known))
     model.ends_otherwise = not {*ends} <= {*known}
     if mark and not ends:
-        print_once(f"the chat template ends an answer with {after!r}, which is not one token: it does not end answers")
+        print_once(
+            f"the chat template ends an answer with {after!r}, which is not one token: generation does not stop there"
+        )
 
 
 def write_merged(config: ChatFlags, tokenizer: Any, kind: Any) -> None:
@@ -124,8 +125,8 @@ def write_merged(config: ChatFlags, tokenizer: Any, kind: Any) -> None:
 
 
 def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
-    """Switches off dropout in training; config.json keeps the probabilities. Not by `eval`, which would not recompute
-    activations. Raises UsageError if the model draws random numbers in another way, too."""
+    """Switches off dropout in training; config.json keeps the probabilities. Does not use `eval`, because then
+    activations are not recomputed. Raises UsageError if the model draws random numbers in another way, too."""
     switch_off_dropout(model)
     tokens = torch.arange(8).remainder(model.get_input_embeddings().num_embeddings).unsqueeze(0)
     with runnable(model), torch.no_grad(), restore_generators(CPU):

@@ -1,4 +1,4 @@
-"""Conversations: which of their tokens a model learns to write, each alone or packed into blocks."""
+"""The tokens that a model learns to write; one conversation per sample, or several packed into blocks."""
 
 import itertools
 import random
@@ -70,7 +70,7 @@ class Chats:
 
     @cached_property
     def teaching(self) -> tuple[list[int], list[int]]:
-        """(the samples whose conversations all have a trained token, the ones whose two conversations differ)"""
+        """(samples whose conversations all have a trained token; the same without pairs of equal conversations)"""
         numbers, equal = range(len(self) // self.per_sample), self._column("equal")
         trained = [self.num_trained[side :: self.per_sample] for side in range(self.per_sample)]
         whole = [number for number in numbers if all(side[number] for side in trained)]
@@ -117,8 +117,8 @@ class ChatDataset(ListDataset):
 
     Args:
         chats: the conversations.
-        block: None for one per sample. Otherwise a sample packs several into this many tokens, where they were cut;
-            then there are "positions", which start at 0 for each conversation, and for the padding at the end.
+        block: None for one per sample. Otherwise several are packed into a sample of this many tokens, the length at
+            which they were cut; then "positions" start at 0 for each conversation, and for the padding at the end.
     """
 
     def __init__(self, chats: Chats, block: int | None = None):

@@ -311,9 +311,9 @@ def _say_why(earlier: str, asking: str, after: str) -> NoReturn:
     if shared < num_shared(earlier, asking):
         raise UsageError(CHANGES)
     raise UsageError(
-        f"the chat template asks for an answer with {asking[shared:]!r}, but an answer begins differently: give it "
-        'reasoning_content, or the data a column chat_template_kwargs such as {"enable_thinking": false}, or the '
-        "tokenizer another chat_template"
+        f"the chat template asks for an answer with {asking[shared:]!r}, but an answer in the data begins differently: "
+        'give it reasoning_content, or the data a column chat_template_kwargs such as {"enable_thinking": false}, or '
+        "the tokenizer another chat_template"
     )
 
 

@@ -188,7 +188,7 @@ def unpad(given: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class VisionDataset(Dataset):
-    """One conversation per sample, encoded on read."""
+    """One conversation per sample, encoded when it is read."""
 
     def __init__(self, chats: VisionChats, encoder: VisionEncoder):
         self.chats, self.encoder = chats, encoder

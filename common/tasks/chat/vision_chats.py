@@ -104,7 +104,7 @@ class _Rows:
                 raise UsageError(
                     f"--data {data} has no column {images}: use --images_column with one of {', '.join(of_images)}"
                 )
-            say(f"--data {data} has no column {images}: it uses the images in parts of its messages")
+            say(f"--data {data} has no column {images}: the run uses the images in parts of its messages")
         table.say_unread(messages, images)
 
     def find_answered(self, data: str) -> list[int]:
@@ -148,7 +148,7 @@ def _may_have_an_answer(messages: Any) -> bool:
 
 def with_parts(messages: Any, images: list[Any]) -> tuple[Messages, list[Any]]:
     """(messages whose contents are lists of parts, their images in order). Images without a place in a message come
-    before the first question. Raises UsageError without messages, or if the numbers of images and places differ."""
+    before the first question. Raises UsageError if there are no messages, or not as many images as places."""
     messages = as_messages(messages)
     contents = [_content(one) for one in messages]
     if not messages:
@@ -179,14 +179,14 @@ def _match_images(shown: list[dict[str, Any]], images: list[Any]) -> list[Any]:
             if others := sorted(part.keys() - {"type", "index", *PATHS}):
                 raise UsageError(f'an image has {others[0]}: expected {{"type": "image", "path": "a file"}}')
             if "index" in part and part["index"] not in range(len(images)):
-                raise UsageError(f"an image has the index {part['index']!r}, and its row {len(images)} images")
+                raise UsageError(f"an image has the index {part['index']!r}, but its row has {len(images)} images")
             own = images[part["index"]] if "index" in part else next(left, None)
         found.append(own)
     is_left = next(left, None) is not None and not any("index" in part for part in shown)
     if is_left or any(image is None for image in found):
         raise UsageError(
-            f"{len(shown)} places for images in its messages, {len(images)} images in its column: expected the same "
-            "number, none of them empty (--images_column names the column)"
+            f"its messages have {len(shown)} places for images, but its column has {len(images)} images: expected the "
+            "same number, none of them empty (--images_column names the column)"
         )
     return found
 

@@ -83,7 +83,7 @@ class Confusion:
         self.counts: Tensor | None = None  # (class, predicted class), after an evaluation
 
     def __call__(self, examples: dict[str, Tensor]) -> dict[str, float]:
-        """For `examples` of `fit`, from "label" and "predicted": mean of each class's share of right predictions."""
+        """For `examples` of `fit`: the mean over the classes of the share of their samples that is predicted right."""
         number = len(self.classes)
         places = examples["label"].long() * number + examples["predicted"].long()
         self.counts = torch.bincount(places, minlength=number**2).view(number, number)

@@ -13,8 +13,8 @@ ROUNDING = 1e-6  # of a similarity in float32
 QUERIES_AT_ONCE = 1024
 DEEPEST = 100  # rank that a measure looks at
 
-# Values of a batch: "query" and "document", vectors of length 1, shape (batch, hidden); perhaps "negative", (batch,
-# negatives, hidden), or "score", (batch,); "text_ids", (batch, 2 + negatives); and "scale", (batch,).
+# Values of the global batch: "query" and "document", vectors of length 1, shape (batch, hidden); perhaps "negative",
+# (batch, negatives, hidden), or "score", (batch,); "text_ids", (batch, 2 + negatives); and "scale", (batch,).
 Values = dict[str, Tensor]
 
 

@@ -166,7 +166,7 @@ def with_losses(
         _attend_without_mask(model)
     divides = longest > 0 and _head_alone_makes_logits(model)
     if chunk and not divides:
-        print_once(f"{type(model).__name__} changes its logits after its head: all of a batch are in memory at once")
+        print_once(f"{type(model).__name__} changes its logits after its head: those of a whole batch are in memory")
     divisible = not routes and sees is None  # routers are summed over whole samples, and an image has no slices
     if divisible:
         model.sequence_parallel = LongSequences(model)

@@ -281,7 +281,7 @@ def files_of(name_or_path: str) -> list[str]:
 
 
 def _left_on_disk(model: PreTrainedModel, folder: WeightFiles) -> bool:
-    """Whether the files hold exactly the weights of a model on meta; then each knows its place. Buffers have values."""
+    """Whether the files hold exactly a meta model's weights. If so, each knows its place, and buffers have values."""
     if getattr(model, "_weight_conversions", None):
         return False
     prefix = f"{model.base_model_prefix}."

@@ -12,7 +12,7 @@ from ...errors import UsageError
 def experts_per_token(model: PreTrainedModel) -> int:
     """The number of experts that a router chooses. Raises UsageError unless it chooses only by probability."""
     number: int = getattr(model.config.get_text_config(), "num_experts_per_tok", 0)
-    others = [name for name, _ in model.named_buffers() if name.endswith("correction_bias")]  # they choose differently
+    others = [name for name, _ in model.named_buffers() if name.endswith("correction_bias")]  # not only by probability
     if number == 0 or others or "router_logits" not in (model._can_record_outputs or {}):
         raise UsageError(
             f"--router_loss: {type(model).__name__} has no routers that choose by probability alone: leave it out"

@@ -30,7 +30,7 @@ def is_bytewise(tokenizer: Any) -> bool:
 
 
 def tokenizer_of(processor: Any) -> Any:
-    """The tokenizer of a processor, which also reads images; a tokenizer itself."""
+    """The tokenizer of a processor, which also reads images; the argument itself if it is a tokenizer."""
     return getattr(processor, "tokenizer", processor)
 
 

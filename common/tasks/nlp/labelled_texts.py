@@ -60,9 +60,9 @@ def load_labelled_texts(
     second_column: str | None = None,
     target: str = "class",
 ) -> tuple[Labelled, Labelled]:
-    """(training texts, evaluation texts), or pairs of texts, which are tuples, with their classes or numbers. Numbers
-    have the one class "LABEL_0", transformers' name of an output. If the source has only one part, one text in five is
-    held out. Raises UsageError for missing data or columns, an empty part, a wrong target, or fewer than two classes.
+    """(training texts, evaluation texts), or pairs of texts (tuples), with their classes or numbers. Numbers have the
+    one class "LABEL_0", as in transformers. If there is only one part, one text in five is held out. Raises UsageError
+    for missing data or columns, an empty part, a target that the column does not fit, or fewer than two classes.
 
     Args:
         data: "stdlib" (lines of Python's standard library; the class is the package); or what `load_tables` takes.
@@ -98,7 +98,9 @@ def load_labelled_texts(
         )
     if is_number:
         if min(len({*part}) for part in labels) < 2:  # such as a test split with hidden numbers
-            raise UsageError(f"--data {data}: the training or evaluation texts all have one number: expected several")
+            raise UsageError(
+                f"--data {data}: the training or evaluation texts all have the same number: expected different ones"
+            )
         train, evaluation = (Labelled(*each, ["LABEL_0"]) for each in zip(texts, labels))
         return train, evaluation
     both = [Labelled.of_names(*each, declared) for each in zip(texts, labels)]

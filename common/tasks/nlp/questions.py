@@ -87,7 +87,7 @@ def _labels(question: Question, places: list[tuple[int, int]], cls: int) -> tupl
 
 
 def best_answers(parts: Sequence[Windows], examples: dict[str, Tensor], may_be_none: bool) -> dict[Question, str]:
-    """The answer to each question: the one with the highest score in its windows; "" if no answer scores higher.
+    """Each question's answer with the highest score in its windows; "" if "no_answer" scores higher and `may_be_none`.
 
     Args:
         parts: of an evaluation set, one after another.

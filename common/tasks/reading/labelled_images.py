@@ -38,8 +38,8 @@ class Media(NamedTuple):
 
 
 class ImageFiles:
-    """Images, or what another opener opens, in files or in a column of a table. `data` is the source and `what` one of
-    them, for messages; `files` are paths, or what a table has in place of them."""
+    """Images, or what another opener opens, in files or in a column of a table. `data` is the source and `what` the
+    word for one of them, for messages; `files` are paths, or what a table has in place of them."""
 
     def __init__(self, data: str, files: Any, opener: Callable[[Any, str], Any] | None = None, what: str = "image"):
         self.data, self.files, self.opener, self.what = data, files, opener or Opener(), what
@@ -61,7 +61,7 @@ class ImageFiles:
 
 
 def files_in(data: str, table: Table, column: str) -> Any:
-    """The files in a column of `--data`, or paths that begin at its folder. Raises UsageError for a missing file."""
+    """The files in a column of `--data`, or paths from its folder. Raises UsageError if a cell names no file."""
     files, kind, path = table.values(column), table.kinds.get(column), local_path(data).absolute()
     if kind is not None and getattr(kind, "dtype", None) != "string":
         return files
@@ -142,14 +142,14 @@ def _label_column(table: Table) -> str | None:
 
 
 def read_folder(data: str, folder: Path, advice: str, kind: Media) -> list[Files]:
-    """The files of a kind in a folder with their classes, in the order of names: for training and, if
-    folders are called so, for evaluation; none if there are parquet files, which are the data then. Prints
-    these folders, and what is left out. No file is opened. Raises UsageError if there are no files, files without
-    classes, or a folder that cannot be read."""
+    """The files of a kind in a folder with their classes, in the order of names: for training and, if folders are
+    called so, for evaluation; none if there are parquet files, which are the data then. Prints which folders are for
+    training and evaluation, and what is left out. No file is opened. Raises UsageError if there are no files, files
+    without classes, or a folder that cannot be read."""
     found, left_out = walk(folder, twice=True)
     files = [file for file in found if Path(file).suffix.lower() in kind.endings]
     if others := sorted({*found} - {*files}):
-        left_out[f"no {kind.name}s by their names"] = others
+        left_out[f"files without the name of a{'n' * (kind.name[0] in 'aeiou')} {kind.name}"] = others
     if any(file.lower().endswith(".parquet") for file in others):
         return []  # their reader counts the other files
     if not files:

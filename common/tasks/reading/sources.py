@@ -225,8 +225,8 @@ def files_of_folder(data: str, folder: Path, kinds: dict[str, str], advice: str)
 
 
 def walk(folder: Path, twice: bool = False) -> tuple[list[str], LeftOut]:
-    """(the files in and below a folder, by name, with their paths from there; what is left out). `twice`: also takes a
-    link to a folder that it has read, unless that is above. Raises UsageError for an unreadable folder."""
+    """(the files in and below a folder, by name, with their paths from there; what is left out). `twice`: also follows
+    a link to a folder that it has already read, unless that is above. Raises UsageError for an unreadable folder."""
     files, left_out = list[str](), LeftOut()
 
     def visit(below: str, known: set[tuple[int, int]]) -> None:

@@ -137,7 +137,7 @@ def _in_folders(data: str, folder: Path, images: str, masks: str) -> list[Any]:
     endings, files = Image.registered_extensions(), walk(folder, twice=True)[0]
     images_there = [file for file in files if Path(file).suffix.lower() in endings]
     if 0 < len(images_there) < len(files):
-        say(f"--data {data}: left out: {len(files) - len(images_there):,} files that are not images by their names")
+        say(f"--data {data}: left out: {len(files) - len(images_there):,} files without the name of an image")
     for file in images_there:
         parents = Path(file).parts[:-1]
         if kind := next((kinds[part.lower()] for part in parents if part.lower() in kinds), None):
