@@ -1,7 +1,7 @@
 """Side effects of the first forward pass: random draws, changed buffers, values that depend on the micro-batch."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -115,6 +115,11 @@ class FirstPass:
         if self.holds and evaluated is not None and not self.written:  # as BatchNorm's statistics are
             later = take_pass(False, fetch(ids[: 2 * size]), slice(None))
             self.moves |= not all(later.is_close(evaluated, name, tolerance) for name in evaluated.values)
+
+    def evaluation_at(self, number: int, numbers: Sequence[int]) -> str:
+        """When a step evaluates, if these are compared: after the last, because an evaluation may switch weights; but
+        before the first if passes change buffers, which then differ, as BatchNorm's do."""
+        return "before" * (number == numbers[0]) if self.written else "after" * (number + 1 not in numbers)
 
     def say(self, plan: Plan, say: Callable[[str], Any]) -> None:
         """Prints one line for each reason why the result depends on how the global batch is divided."""

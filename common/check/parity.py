@@ -32,7 +32,7 @@ from .modules import ModuleTrace, PlaceInRow
 from .noise import without_noise
 from .reference import Reference, ReferenceRun, gradients_of, take_reference
 from .sketch import Sketch
-from .trace import Observer, Step, evaluation_at
+from .trace import Observer, Step
 from .verdict import not_repeated, verdict
 
 
@@ -212,9 +212,7 @@ class ParityCheck:
                 )
         modules = None if self.plan.config.compile or sizes is None else ModuleTrace(block_sizes=sizes)
         with gradients_of(engine._own_optimizer, lambda: engine.saved_tensors().items()) as gradients:
-            # BatchNorm's statistics differ after a step, and a line says so.
-            differs = self._first_pass.moves or (number > self.first and self._first_pass.written)
-            evaluates = "" if differs else evaluation_at(number, self.numbers)
+            evaluates = "" if self._first_pass.moves else self._first_pass.evaluation_at(number, self.numbers)
             own, result = self._observer.step(engine, number, micro_batches, evaluates, modules)
         with self._time():
             self._compare(number, own, gradients)
@@ -229,8 +227,7 @@ class ParityCheck:
 
     def _rehearse_step(self, number: int, micro_batches: Sequence[Batch]) -> StepResult:
         """A later step of a rehearsal, compared with one process."""
-        differs = self._first_pass.moves or self._first_pass.written
-        evaluates = "" if differs else evaluation_at(number, self._rehearsed)
+        evaluates = "" if self._first_pass.moves or self._first_pass.written else "after"
         own, result = self._observer.step(self.engine, number, micro_batches, evaluates, modules=None)
         steps, rehearsal = self.group.all_gather(own), self._rehearsal
         line = None if rehearsal is None else rehearsal.line(steps, self.layout, number)

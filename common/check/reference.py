@@ -35,7 +35,7 @@ from .first_pass import FirstPass, evaluate_batch, outcome_of
 from .modules import ModuleTrace
 from .sketch import BLOCK, Sketch, random_signs
 from .tolerances import BF16, LATER
-from .trace import Observer, Step, evaluation_at
+from .trace import Observer, Step
 
 MAX_SECONDS = 60.0
 SMALL = 10_000_000  # bytes of weights; with fewer, threads wait longer for each other than they compute
@@ -50,6 +50,8 @@ class ReferenceRun:
     is_low: bool = False  # whether a layer computed with fewer bits than float32; set by the first steps
     changes: Changes | None = None  # what the first steps changed in the recipe's objects
     seconds: float = math.inf  # that the fastest step took
+    numbers: Sequence[int] = ()  # of the steps that are checked
+    first_pass: FirstPass = field(default_factory=FirstPass)  # of the first of them
 
     @property
     def rounds_weights(self) -> bool:
@@ -105,7 +107,7 @@ class ReferenceRun:
                 if number in numbers:
                     modules = ModuleTrace(parts=setup.plan.layout.tp * setup.plan.layout.sp)
                     with gradients_of(optimizer, model.named_parameters, Sketch.of) as gradients:
-                        when = evaluation_at(number, numbers)
+                        when = self.first_pass.evaluation_at(number, self.numbers)
                         steps[number], _ = observer.step(engine, number, micro_batches, when, modules)
                     steps[number].weights, steps[number].gradients = sketches(model), gradients
                     steps[number].modules = modules.on_cpu()
@@ -256,7 +258,7 @@ class Reference:
 def take_reference(run: ReferenceRun, numbers: range, first_pass: FirstPass) -> Reference:
     """Takes the steps with these numbers. Afterwards restores model, optimizer and the recipe's functions. Raises
     NotChecked if the check is not possible, and UsageError if `forward_step` does not call the model."""
-    setup = run.setup
+    setup, run.numbers, run.first_pass = run.setup, numbers, first_pass
     num_bytes = sum(weight.nbytes for weight in setup.model.parameters())
     _check_possible(setup, num_bytes, is_resumed=numbers[0] > 0)
     try:
@@ -269,6 +271,7 @@ def take_reference(run: ReferenceRun, numbers: range, first_pass: FirstPass) -> 
             roundings = ROUNDINGS[:1] if num_bytes > LARGE else ROUNDINGS
             perturbed = [Perturbed.take(run, numbers, number) for number in roundings]
             again = run.steps(numbers[:1], None, compares=first_pass)[numbers[0]]
+            steps[numbers[0]].evaluated = steps[numbers[0]].evaluated or again.evaluated
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

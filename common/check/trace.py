@@ -113,11 +113,6 @@ class Observer:
         return values
 
 
-def evaluation_at(number: int, numbers: Sequence[int]) -> str:
-    """When to evaluate in a step, of those that are compared: at both ends, as an evaluation may switch weights."""
-    return "before" if number == numbers[0] else "after" if number == numbers[-1] else ""
-
-
 def _evaluated(engine: Engine, batch: Batch, number: int) -> dict[int, dict[str, Tensor]]:
     values = engine.share_values(evaluate_batch(engine.model, engine.evaluate, batch, number))
     return {0: on_cpu(values)} if engine.plan.row(0) == 0 else {}
