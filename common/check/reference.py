@@ -271,7 +271,7 @@ def take_reference(run: ReferenceRun, numbers: range, first_pass: FirstPass) -> 
             roundings = ROUNDINGS[:1] if num_bytes > LARGE else ROUNDINGS
             perturbed = [Perturbed.take(run, numbers, number) for number in roundings]
             again = run.steps(numbers[:1], None, compares=first_pass)[numbers[0]]
-            steps[numbers[0]].evaluated = steps[numbers[0]].evaluated or again.evaluated
+            steps[numbers[0]].evaluated = (again if first_pass.written else steps[numbers[0]]).evaluated
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
