@@ -106,7 +106,7 @@ class FirstPass:
             self.moves |= len(same) < len(whole.values)
             self.mixes += [name for name in mixed if name in same]
             self.mixes_gradients |= not is_sum and not mixed and torch.equal(again.gradient, whole.gradient)
-            if self.holds and unseen is not None:
+            if unseen is not None:
                 with suppress(Exception):
                     take(_twice(others := fetch(unseen[: 2 * size]), slice(size)), slice(None))
                     before = sizes()

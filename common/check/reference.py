@@ -132,11 +132,11 @@ class ReferenceRun:
         setup, device, model = self.setup, self.setup.accelerator.device, self.setup.model
         size, epoch = min(max(2, plan.micro_batch_size), 8), number // plan.steps_per_epoch
         is_large = sum(weight.nbytes for weight in model.parameters()) > LARGE
+        compares.holds = bool((self.changes or changes).in_model)
         end = (number % plan.steps_per_epoch + 1) * plan.config.batch_size
-        unseen = plan.epoch_order(epoch).roll(-end)[:size]
+        unseen = plan.epoch_order(epoch).roll(-end)[:size] if compares.holds else None
         fetch = lambda ids: next(batches(setup.train_set, [(epoch, ids)], device, plan.config))  # noqa: E731
         take = partial(outcome_of, model, as_numbered_step(setup.forward_step), number)
-        compares.holds = bool((self.changes or changes).in_model)
         tolerance = BF16[""] if self.is_low else LATER
         for few in torch.cat(plan.own_samples(number))[: size if is_large else 8].split(size):
             if not compares.mixes:  # the next ones may show it, such as two samples of one class
