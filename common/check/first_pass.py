@@ -44,12 +44,8 @@ class FirstPass:
     differentiates: str = ""  # the name of a weight that it differentiates by
 
     @contextmanager
-    def watch(self, called: nn.Module, module: nn.Module, device: torch.device) -> Iterator[None]:
-        """Watches the forward pass in the `with` block. Raises UsageError if the pass did not call the model. `called`:
-        the model that `forward_step` gets; `module`: the recipe's model inside it."""
-        calls: list[bool] = []
-        is_scripted = isinstance(called, torch.jit.ScriptModule)  # it takes no hooks
-        hook = nullcontext() if is_scripted else called.register_forward_pre_hook(lambda *_: calls.append(True))
+    def watch(self, module: nn.Module, device: torch.device) -> Iterator[None]:
+        """Watches the forward pass of a recipe's model in the `with` block."""
         before = {name: (tensor, tensor._version) for name, tensor in module.named_parameters()}
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}  # BatchNorm changes no version
         states = generator_states(device)
@@ -60,13 +56,8 @@ class FirstPass:
             self.differentiates = next((names[id(each)] for each in given if id(each) in names), self.differentiates)
             return grad(outputs, given, *args, **named)
 
-        with hook, _no_new_weights(module), patch.object(torch.autograd, "grad", noted_grad):
+        with _no_new_weights(module), patch.object(torch.autograd, "grad", noted_grad):
             yield
-        if not calls and not is_scripted:
-            raise UsageError(
-                "forward_step never calls the model that it is given, so nothing connects the processes: call "
-                "model(...), not one of its methods or layers, and not a model from outside forward_step"
-            )
         self.draws = generator_states(device) != states or self.draws
         changed = [name for name, (tensor, version) in before.items() if tensor._version != version]
         later = dict(module.named_buffers())

@@ -69,8 +69,8 @@ class Rehearsal:
             return None
         return (
             f"{layout} does not give the result of one process: in step {number + 1}, {found[0].text}\n"
-            "  likely cause: the first steps were the same; something begins later, such as a hook, dropout or a "
-            f"schedule in the model or the optimizer{f', or what follows from {self.keeps}' * bool(self.keeps)}\n"
+            "  likely cause: the first steps were the same; something begins later, or after an evaluation, such as "
+            f"a hook, dropout or a schedule{f', or what follows from {self.keeps}' * bool(self.keeps)}\n"
             "  --check_steps 0 trains without this check"
         )
 

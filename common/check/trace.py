@@ -86,7 +86,7 @@ class Observer:
         module = engine.module if model is engine.model else model  # in a pipeline, the module of a stage
         is_whole = watches and model is engine.model  # in a pipeline, backward passes begin in here
         gradients = [(weight, weight.grad) for weight in module.parameters()] if is_whole else []
-        with first_pass.watch(model, module, device) if first_pass and watches else nullcontext():
+        with first_pass.watch(module, device) if first_pass and watches else nullcontext():
             values = values_of(model, batch, number)
         if any(weight.grad is not before for weight, before in gradients):
             raise UsageError(

@@ -129,6 +129,7 @@ class Fsdp2(Strategy):
             if isinstance(module, FSDPModule):  # only these: FSDP2 has changed their classes
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
+                module.set_reshard_after_backward(part.root is not model, recurse=False)  # the engine decides
         sum_scalars(model, grid.shards.get_all_groups())
 
     def wrap(self, setup: Setup, division: Division) -> Engine:

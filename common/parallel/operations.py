@@ -25,7 +25,7 @@ class Operations(OperationTrace):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found, self._inside = set[str](), 0
+        self.found, self._inside, self._is_training = set[str](), 0, torch.is_grad_enabled()
 
     def note(self, what: str, values: Any) -> None:
         """Records that something takes these values, if they come from divided layers."""
@@ -60,6 +60,8 @@ class Operations(OperationTrace):
         schema, given = function._schema, [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         if self._inside or not (origins := self.of(given)):
             return result
+        if self._is_training and not torch.is_grad_enabled():  # in an autograd.Function: its backward pass is not seen
+            self.note(f"{schema.name.removeprefix('aten::')} without gradients", (args, kwargs))
         if torch.Tag.pointwise not in function.tags:
             dims = [value for argument, value in zip(schema.arguments, args) if argument.name.startswith("dim")]
             name = f"{schema.name.removeprefix('aten::')}{dims or ''}"

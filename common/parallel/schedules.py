@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..step.guards import not_used
+
 Shape = tuple[torch.Size, torch.dtype]
 Before = Callable[[int, int, bool], None]  # (stage, micro-batch, whether the pass is a forward one)
 
@@ -89,6 +91,7 @@ def _passing_stage() -> Any:
     class PassingStage(PipelineStage):
         shapes: Sequence[Shape]  # of this step, as `before`
         before: Before
+        differentiated: set[int]  # stages whose input the loss of this step depends on
         # Of one shape for all, in torch 2.11; in later versions it is `_runtime_validate`.
         _validate_fwd_input = _validate_fwd_outputs = lambda *_: None
 
@@ -122,9 +125,10 @@ def _passing_stage() -> Any:
             received = *self.args_recv_info.get(bwd_chunk_id, ()), *self.grad_recv_info.get(bwd_chunk_id, ())
             for each in received:
                 each.buffer = torch.empty(0)  # torch keeps it until the next step, and 2.11 refuses None
-            gradients = self.bwd_cache.get(bwd_chunk_id, ())
-            if not self.is_first and gradients[:1] == (None,):  # the loss does not depend on it
+            is_missing = not self.is_first and self.bwd_cache[bwd_chunk_id][0] is None
+            if is_missing:  # the loss does not depend on it
                 self.bwd_cache[bwd_chunk_id] = (torch.zeros_like(self.room(bwd_chunk_id)),)
+            self.differentiated |= set() if is_missing else {self.stage_index}
 
     return PassingStage
 
@@ -142,13 +146,17 @@ def make_steps(
     own: Any = [kind(root, index, num_stages, device, one, one, group=group) for index, root in roots.items()]
     options: Any = {"loss_fn": lambda output, target: output, "scale_grads": False}
     make = partial(getattr(pipelining, schedule.kind), own[0] if schedule.per_process == 1 else own, **options)
-    made = lru_cache(maxsize=1)(make)
+    made, earlier = lru_cache(maxsize=1)(make), set[int]()
 
     def take(shapes: Sequence[Shape], before: Before) -> None:
+        now = set[int]()
         for stage in own:
-            stage.shapes, stage.before, stage._runtime_validate = shapes, before, False
+            stage.shapes, stage.before, stage.differentiated, stage._runtime_validate = shapes, before, now, False
         number = len(shapes)
         first = [torch.zeros(number, device=device)] * (0 in roots)  # only their number matters
         made(number).step(*first, target=torch.arange(number), losses=[], return_outputs=False)
+        for stage in earlier - now:  # an optimizer updates weights with a gradient of zeros, but not without one
+            raise not_used(f"the loss of this step does not depend on the layers before stage {stage + 1}")
+        earlier.update(now)
 
     return take

@@ -113,7 +113,12 @@ class Engine:
 
     def _differentiate(self, loss: Tensor, scale: Tensor) -> None:
         backward = loss.backward if self.accelerator.scaler is None else partial(self.accelerator.backward, loss)
+        if frees := getattr(self.model, "set_reshard_after_backward", None):  # of FSDP2
+            frees(True)  # not before: a backward pass of forward_step's own leaves weights that this one needs
         backward(gradient=scale.to(loss))  # loss * scale would take one more operation
+        if frees:
+            frees(False)
+            free_gathered(self.model)
 
     def _update(self, number: int, wants_norm: bool) -> tuple[Tensor | float | None, bool]:
         """Clips and takes the optimizer's step. Returns (the gradient's norm, if asked; whether it was skipped)."""
@@ -320,11 +325,15 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for name in reached:
             del vars(model)[name]
-        # FSDP2 keeps the gathered weights of the outermost module for a backward pass: what code writes would be lost.
-        for module in model.modules():
-            if reshard := getattr(module, "reshard", None):
-                reshard()
+        free_gathered(model)
         _set_training(model, True)
+
+
+def free_gathered(model: nn.Module) -> None:
+    """Frees weights that FSDP2 keeps for a backward pass: what code or the optimizer writes would be lost."""
+    for module in model.modules():
+        if reshard := getattr(module, "reshard", None):
+            reshard()
 
 
 def _set_training(model: nn.Module, training: bool) -> None:

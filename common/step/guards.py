@@ -76,6 +76,27 @@ def knows_what_is_trained(model: nn.Module, values_of: NumberedStep) -> Numbered
     return same_weights
 
 
+def always_calls(model: nn.Module, values_of: NumberedStep) -> NumberedStep:
+    """Wraps `forward_step` to raise UsageError if a pass with gradients does not call the model: the others wait."""
+    if isinstance(model, torch.jit.ScriptModule):  # it takes no hooks
+        return values_of
+    calls = list[bool]()
+    model.register_forward_pre_hook(lambda *_: calls.append(True))
+
+    def calling(given: Any, batch: Batch, number: int) -> dict[str, Tensor]:
+        calls.clear()
+        values = values_of(given, batch, number)
+        if torch.is_grad_enabled() and not calls:
+            raise UsageError(
+                f"forward_step does not call the model that it is given in step {number + 1}, so nothing connects the "
+                "processes: call model(...), not one of its methods or layers, and not a model from outside "
+                "forward_step; if only some batches need it: call it in each pass, times 0 where it must not count"
+            )
+        return values
+
+    return calling
+
+
 def check_no_weights(loss: Tensor, values: Iterable[Tensor]) -> None:
     """Raises UsageError if a loss has gradients for tensors that are not among these values: they would be lost."""
     others = leaves_of(graph_of([loss])) - set(values)

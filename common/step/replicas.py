@@ -6,6 +6,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from ..cpu_group import CpuGroup
 from ..norms import relative_distance
@@ -141,4 +142,4 @@ def sum_of_bits(tensor: Tensor) -> Tensor:
     flat = flat.clone() if flat.storage_offset() % 8 else flat  # a view as int64 starts at a multiple of 8 bytes
     end = len(flat) // 8 * 8
     total = flat[:end].view(torch.int64).sum()
-    return total if end == len(flat) else total + flat[end:].sum(dtype=torch.int64)  # saves an operation for most
+    return total if end == len(flat) else total + pad(flat[end:], (0, end + 8 - len(flat))).view(torch.int64)[0]

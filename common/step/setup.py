@@ -16,7 +16,7 @@ from ..data.sets import Batch, ForwardStep, MapDataset, NumberedStep, check_data
 from ..plan import Plan
 from ..seeds import CPU, restore_generators
 from .batch_loss import BatchLoss, BatchLossFn
-from .guards import knows_what_is_trained
+from .guards import always_calls, knows_what_is_trained
 from .options import FitOptions
 from .values import check_values
 
@@ -74,6 +74,8 @@ class Setup:
         forward_step = check_values(self.forward_step, plan.micro_batch_size, self.batch_loss is not None, keeps)
         if self.plan.layout.num_processes > 1:
             forward_step = knows_what_is_trained(model, forward_step)
+            if plan.layout.pp == 1:
+                forward_step = always_calls(model, forward_step)
         if self.batch_loss is None:
             return forward_step, None
         return forward_step, BatchLoss(self.batch_loss, self.plan, self.accelerator.device)

@@ -60,6 +60,8 @@ BEGINS: dict[tuple[str, str], str | None] = {
     **{("new_hook", config): "a hook was registered on a module of the model" for config in PIPELINES},
     ("new_hook", "tensor_parallel"): None,
     **{("frozen", config): "changes requires_grad of blocks.2." for config in PIPELINES},
+    # Their gradients were zeros, which SGD's momentum and AdamW take for a step.
+    **{("detached", config): "the loss of this step does not depend on the layers before st" for config in PIPELINES},
     ("frozen", "tensor_parallel"): "the weights with requires_grad differ from those at the start in step 4",
     ("one_layer", "interleaved"): "calls blocks.2 by itself",
     ("first_layer", "interleaved"): "calls blocks.0 by itself",
@@ -88,6 +90,7 @@ BEGINS: dict[tuple[str, str], str | None] = {
     ("skipped_layer", "ddp"): "no pass of this step uses blocks.1.norm.weight, as earlier steps did, and DDP waits for",
     ("penalty", "tensor_parallel"): "TP 2 cannot train this: RuntimeError",
     ("list", "pipeline_parallel"): f"activity, {OTHER}",
+    ("own_gradient", "tensor_parallel"): "in step 4 a pass computes clone without gradients of blocks.0.up",
     ("ramp", "tensor_parallel"): "in step 4 a pass computes mul with another tensor of blocks.0.up",
     # What nothing watches, the last step of a short rehearsal shows.
     ("captured_weights", "fsdp2"): f"{ONE}: in step 6",

@@ -84,11 +84,22 @@ class Descent(Block):
 
 
 class Energy(Net):
-    """Its blocks differentiate, as models of energies and forces do."""
+    """Its blocks differentiate."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Descent() for _ in range(2))
+
+
+class Forces(Net):
+    """Differentiates all of itself, as models of energies and forces do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            place = x.detach().requires_grad_()
+            energy = super().forward(place)
+            (force,) = torch.autograd.grad(energy.sum(), place, create_graph=self.training)
+        return energy + force.square().sum(1)
 
 
 class Images(nn.Module):
@@ -162,6 +173,7 @@ STRATEGIES: dict[str, Callable[[], nn.Module]] = {
     ),
     "energy": Energy,
     "energy_on_disk": lambda: on_disk(Energy()),
+    "forces": Forces,
     "listed": Listed,
     "strange_attributes": StrangeAttributes,
 }

@@ -22,6 +22,18 @@ def is_late() -> bool:
     return NOW["step"] >= BEGIN
 
 
+class Normed(torch.autograd.Function):
+    """Changes nothing but the gradient, by all of its features."""
+
+    @staticmethod
+    def forward(context: Any, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Any:
+        return gradient / (1 + gradient.norm(dim=-1, keepdim=True))
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -30,6 +42,8 @@ class Block(nn.Module):
         self.register_buffer("active", torch.zeros(()))
 
     def forward(self, hidden: Tensor, what: str) -> Tensor:
+        if what == "detached" and is_late():  # only the last block trains now
+            hidden = hidden.detach()
         wide = F.gelu(self.up(self.norm(hidden)))
         if what == "dropout" and is_late():
             wide = F.dropout(wide, 0.3, self.training)
@@ -37,6 +51,8 @@ class Block(nn.Module):
             wide = wide * (2 / wide.norm(dim=-1, keepdim=True)).clamp(max=1)
         if what == "units" and self.training:  # from the first step on
             self.active += (wide.detach() > 0).sum()
+        if what == "own_gradient" and is_late():
+            wide = Normed.apply(wide)
         if what == "ramp" and is_late():
             wide = wide * torch.linspace(1, 0.2, wide.shape[-1])
         if what == "mean_of_samples" and self.training and is_late():
