@@ -121,19 +121,21 @@ class _Parser(argparse.ArgumentParser):
 def _options(hint: Any, name: str) -> dict[str, Any]:
     if isinstance(hint, types.UnionType):  # `int | None`: no value on the command line means None
         hint = next(arm for arm in typing.get_args(hint) if arm is not types.NoneType)
+        if hint is str:
+            return {"type": partial(_given, "a value"), "metavar": name.upper()}
     if hint is bool:
         return {"action": "store_true"}
     if typing.get_origin(hint) is Literal:
         return {"choices": typing.get_args(hint)}
-    if hint is Path:
-        return {"type": _path, "metavar": name.upper()}
+    if hint is Path:  # which would turn "" into the current folder
+        return {"type": lambda text: Path(_given("the path of a folder", text)), "metavar": name.upper()}
     return {"type": partial(_convert, hint), "metavar": {int: "N", float: "X"}.get(hint, name.upper())}
 
 
-def _path(text: str) -> Path:
-    if not text.strip():  # Path would turn it into the current folder
-        raise argparse.ArgumentTypeError("expected the path of a folder, got nothing")
-    return Path(text)
+def _given(expected: str, text: str) -> str:
+    if not text.strip():  # as from a variable of the shell that is not set
+        raise argparse.ArgumentTypeError(f"expected {expected}, got nothing")
+    return text
 
 
 def _convert(kind: type, text: str) -> Any:

@@ -38,6 +38,7 @@ from accelerate_recipes.common.schedule import Schedule
         ("--deterministic --tf32", "--tf32 rounds them: use one of them"),
         ("--output_dir /tmp/..", "--output_dir /tmp/.. is the root of the disk: use another folder"),
         ("--output_dir=", "--output_dir: expected the path of a folder, got nothing"),
+        ("--metric_for_best_model=", "--metric_for_best_model: expected a value, got nothing"),
         ("--overwrite_output_dir --resume_from_checkpoint latest", "use one of them; in a job that may restart"),
         ("stray", "stray: no such flag; --help lists them"),
         ("--tf32 True", "--tf32 takes no value, got 'True': leave the value out; --no_tf32 turns it off"),

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from transformers import (
     LlamaForSequenceClassification,
     MambaConfig,
     MambaForCausalLM,
+    MBart50Tokenizer,
     XLNetConfig,
     XLNetForSequenceClassification,
 )
@@ -31,6 +33,7 @@ from accelerate_recipes.common.tasks.models.causal_lm import load_pretrained
 from accelerate_recipes.common.tasks.models.encoder import always_mask, load_encoder, pad_texts, word_tokenizer
 from accelerate_recipes.common.tasks.models.pretrained import freeze_unused, load
 from accelerate_recipes.common.tasks.models.tokenization import byte_tokenizer
+from accelerate_recipes.common.tasks.nlp.translations import Translations
 from accelerate_recipes.common.weights.on_disk import materialize, on_disk
 from support.small_model import write_encoder, write_model
 
@@ -109,6 +112,36 @@ def test_models_without_sdpa_are_told_of_eager(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"scaled_dot_product_attention.*; use --attention eager\)$"):
         load_pretrained(str(tmp_path), 16, "sdpa")
     load_pretrained(str(tmp_path), 16, "eager")
+
+
+def test_layers_that_the_config_leaves_out_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers' own warning is hidden; the loss is that of fewer layers."""
+    write_model(tmp_path, num_positions=32, num_layers=2)
+    set_in(tmp_path / "config.json", num_hidden_layers=1)
+    load_pretrained(str(tmp_path), 16, "sdpa")
+    line = "config.json has fewer layers than the files, which also hold model.layers.1."
+    assert line in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "most", "line"),
+    [
+        ("en", "de_DE", 8, "--source_lang is not a language of this tokenizer: use one of af_ZA, ar_AR, "),
+        ("en_XX", "german", 8, "--target_lang is not a language of this tokenizer: use one of af_ZA, ar_AR, "),
+        ("en_XX", "de_DE", 9, "--max_target_length 9 exceeds the model's 8 positions: use --max_target_length 8"),
+        ("en_XX", "de_DE", 8, None),
+    ],
+)
+def test_languages_and_lengths_of_a_translator(source: str, target: str, most: int, line: str | None) -> None:
+    tokens = ["<s>", "<pad>", "</s>", "<unk>", "▁red", "▁rot"]
+    tokenizer = MBart50Tokenizer(vocab=[(token, -1.0) for token in tokens])
+    tokenizer.src_lang, tokenizer.tgt_lang = source, target
+    model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=8, decoder_start_token_id=2))
+    if line is None:
+        assert len(Translations([("red", "rot")] * 2, tokenizer, model, "", 8, most)) == 2
+        return
+    with pytest.raises(UsageError, match=re.escape(line)):
+        Translations([("red", "rot")] * 2, tokenizer, model, "", 8, most)
 
 
 def test_numbers_that_need_a_scale_are_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -116,10 +117,19 @@ def load(
     if type(model)._auto_class is not None:  # its code becomes part of the export, to be loaded from there
         own = f"{type(model).__module__.rpartition('.')[2]}.{type(model).__name__}"
         model.config.auto_map = (model.config.auto_map or {}) | {type(model)._auto_class: own}
+    if left := _layers_left_out(model, info["unexpected_keys"]):
+        print_once(f"{name_or_path}: config.json has fewer layers than the files, which also hold {left[0]}")
     new = sorted(info["missing_keys"]) + misfits
     if new:
         print_once(f"new weights: {', '.join(new[:4])}{' ...' * (len(new) > 4)}")
     return model, tokenizer, new
+
+
+def _layers_left_out(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    """Those of these weights in the files that another layer of the model has, too: not of a head for another task."""
+    alike = lambda name: re.sub(r"\d+", "N", name.removeprefix(f"{model.base_model_prefix}."))  # noqa: E731
+    places = {alike(name) for name, _ in model.named_parameters()}
+    return sorted(name for name in names if alike(name) in places)
 
 
 def _check_settings(folder: Path) -> None:

@@ -32,6 +32,13 @@ class Translations(ListDataset):
     """
 
     def __init__(self, pairs: Pairs, tokenizer: Any, model: Any, prefix: str, max_length: int, max_target_length: int):
+        if (most := getattr(model.config, "max_position_embeddings", max_target_length)) < max_target_length:
+            flag = "--max_target_length"
+            raise UsageError(f"{flag} {max_target_length} exceeds the model's {most} positions: use {flag} {most}")
+        for flag, empty in (("source", tokenizer("")), ("target", tokenizer(text_target=""))):
+            if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in empty["input_ids"]:
+                known = ", ".join(sorted(token for token in tokenizer.get_added_vocab() if "<" not in token)[:4])
+                raise UsageError(f"--{flag}_lang is not a language of this tokenizer: use one of {known}, ...")
         sources = tokenizer([prefix + source for source, _ in pairs], truncation=True, max_length=max_length)
         targets = tokenizer(text_target=[target for _, target in pairs], truncation=True, max_length=max_target_length)
         kept = rows_with_tokens(sources, targets)
