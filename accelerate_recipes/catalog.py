@@ -106,9 +106,8 @@ def count_gpus() -> int:
 
 def mapping_in(path: Path) -> dict[str, Any]:
     """The content of a config file. Raises UsageError for any other file."""
-    text = text_of(path, "", "use the path of a config file")
     try:
-        content = yaml.safe_load(text)
+        content = yaml.safe_load(text_of(path, "", "use the path of a config file"))
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         where = getattr(error, "problem_mark", None)
         line = f", line {where.line + 1}" if where else ""

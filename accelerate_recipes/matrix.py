@@ -63,7 +63,6 @@ def flags_for(name: str, config: str) -> list[str] | None:
     """The flags of a recipe under a config, for the first of its models that the config supports; or None."""
     for recipe in RECIPES:
         own, *model = recipe.split()
-        cell = MATRIX.get((recipe, config), Cell())
-        if own == name and cell.result != "not supported":
+        if own == name and (cell := MATRIX.get((recipe, config), Cell())).result != "not supported":
             return [*model, *cell.flags]
     return None

@@ -18,16 +18,9 @@ def one_result(script: Path, config: Path, flags: str = "", steps: int = 20) -> 
     """Trains under a config and in one process: losses, learning rates, evaluations and weights must be the same.
 
     Uses the tolerances of `accelerate-recipes verify`: 1e-5 in float32. Both runs have the same micro-batch, because
-    dropout depends on it.
-
-    Args:
-        script: a recipe.
-        config: a config file; its processes run on this machine.
-        flags: of the recipe, under this config.
-        steps: optimizer steps.
-
-    Raises:
-        AssertionError: the runs differ, or one did not end; the message says where or why.
+    dropout depends on it. The processes of the config run on this machine. `flags`: of the recipe, under this config;
+    `steps`: of the optimizer. Raises AssertionError if the runs differ, or one did not end; the message says where or
+    why.
     """
     words = [*recording(steps), *shlex.split(flags)]
     sizes = "|".join(size[0].replace("_", "[_-]") for size in SIZES.values())  # how a config divides the model

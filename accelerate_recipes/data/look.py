@@ -145,8 +145,7 @@ def _holds_tokens(name: str, value: Any) -> bool:
 
 def _length(name: str, value: Tensor, raw: dict[str, Any], sample: dict[str, Any]) -> int:
     """The number of tokens of a sample without padding: from the batch's mask, or from the sample before collation."""
-    mask = sample.get("attention_mask")
-    if mask is not None and mask.shape == value.shape:
+    if (mask := sample.get("attention_mask")) is not None and mask.shape == value.shape:
         return int(mask.sum())
     return len(raw[name]) if isinstance(raw.get(name), Tensor) and raw[name].ndim else len(value)
 

@@ -36,13 +36,8 @@ class Answer(TypedDict):
 
 def ask(config: Config, script: Path | None, flags: Sequence[str]) -> Answer:
     """Asks for the refusals of a config, and of a recipe under it. Raises UsageError if the recipe ends before it calls
-    `fit`, or the loop cannot read a value of the file.
-
-    Args:
-        config: its machine decides whether the processes have GPUs.
-        script: a recipe; None asks only about the config.
-        flags: of the recipe.
-    """
+    `fit`, or the loop cannot read a value of the file. `config`: its machine decides whether the processes have GPUs;
+    `script`: a recipe; None asks only about the config."""
     question: list[Any] = [str(config.path), bool(config.machine.gpus), config.likely_flags, True]  # of `refusals_of`
     if script is not None:
         return at_fit(script, flags, f"{__name__}:refusals", question)
@@ -82,15 +77,9 @@ def of_any_size(*arguments: Any, **options: Any) -> "Setup":
 def refusals_of(
     setup: "Setup | None", config: Any, path: str, has_gpu: bool, likely: list[str], takes_passes: bool
 ) -> Answer:
-    """The refusals of a run under the config. Changes the variables of this process.
-
-    Args:
-        setup: from `of_any_size`; None: asks only about the config file.
-        config: the flags of the run.
-        path: of the config file.
-        likely: flags for values that the file should have.
-        takes_passes: whether to run forward passes of the model.
-    """
+    """The refusals of a run under the config file at `path`. Changes the variables of this process. `setup`: from
+    `of_any_size`; None: asks only about the file; `config`: the flags of the run; `likely`: flags for values that the
+    file should have; `takes_passes`: whether to run forward passes of the model."""
     from accelerate_recipes.common.environment import Environment
     from accelerate_recipes.common.launch.checks import check_device, launch_checks
     from accelerate_recipes.common.parallel.strategies import layout_of, model_checks, with_plans

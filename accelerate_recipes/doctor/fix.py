@@ -16,8 +16,7 @@ from accelerate_recipes.paths import check_new_file, write_file
 
 def path_of_copy(path: Path) -> Path:
     """The path of a file's copy: c.fixed.yaml for c.yaml. Raises UsageError if it exists, or cannot be made."""
-    copy = path.with_name(f"{path.stem}.fixed{path.suffix}")
-    if copy.exists():
+    if (copy := path.with_name(f"{path.stem}.fixed{path.suffix}")).exists():
         raise UsageError(f"{copy} exists: remove it, or run doctor on it")
     check_new_file(copy, "")
     return copy
@@ -32,11 +31,8 @@ def write(config: Config) -> None:
 
 def fixed(config: Config, look: Callable[[Config], Iterable[Finding]]) -> tuple[Config, list[Finding], list[Finding]]:
     """Makes the edits of the findings one after the other, in a copy, until no finding has an edit. `look` yields the
-    findings of a config, the fast ones first.
-
-    Returns:
-        The fixed config, the findings that it resolved, and the findings that are left to the user.
-    """
+    findings of a config, the fast ones first. Returns the fixed config, the findings that it resolved, and the findings
+    that are left to the user."""
     made: list[Finding] = []
     seen = [config.values]
     with TemporaryDirectory() as folder:

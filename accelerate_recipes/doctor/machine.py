@@ -112,8 +112,7 @@ def _gpus() -> tuple[tuple[GPU, ...], str | None]:
         return (), None
     import torch
 
-    device = torch.accelerator.current_accelerator(check_available=True)
-    if device is None:
+    if (device := torch.accelerator.current_accelerator(check_available=True)) is None:
         from accelerate_recipes.common.environment import why_no_gpu
 
         return (), why_no_gpu()

@@ -48,18 +48,12 @@ class Gpu:
 
 
 def read(name: str, memory_gb: float | None = None, table: Path | None = None) -> Gpu:
-    """Reads a GPU's rates. Raises UsageError for an unknown GPU, a missing file, or too little memory.
-
-    Args:
-        memory_gb: if it differs from the table's.
-        table: a JSON file in the form of hardware.json; None: that file.
-    """
-    text = text_of(table or TABLE, "--hardware", f"copy {TABLE}")
+    """Reads a GPU's rates. Raises UsageError for an unknown GPU, a missing file, or too little memory. `memory_gb`: if
+    it differs from the table's; `table`: a JSON file in the form of hardware.json; None: that file."""
     try:
-        content: dict[str, Any] = json.loads(text)
+        content: dict[str, Any] = json.loads(text_of(table or TABLE, "--hardware", f"copy {TABLE}"))
         gpus, reached = content["gpus"], content["reached"]
-        row = gpus.get(name.lower().replace(" ", ""))
-        if row is None:
+        if (row := gpus.get(name.lower().replace(" ", ""))) is None:
             raise UsageError(f"--gpu {name}: use one of {', '.join(gpus)}, or --hardware with your own JSON file")
         rates = {key: value for key, value in row.items() if key != "source"}
         shares = {key: value for key, value in reached.items() if key != "about"}

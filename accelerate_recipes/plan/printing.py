@@ -92,8 +92,7 @@ def show_scaling(configs: dict[str, list[Speed]]) -> None:
 
 def show_cheapest(rows: Sequence[tuple[str, Speed]], hours: float | None) -> None:
     """Names the row with the fewest GPU hours, among rows that end in time."""
-    in_time = [(config, row) for config, row in rows if hours is None or row.hours <= hours]
-    if not in_time:
+    if not (in_time := [(config, row) for config, row in rows if hours is None or row.hours <= hours]):
         print(f"\nnothing here finishes in {hours:g} hours: use --scaling, or another --hours")
         return
     config, row = min(in_time, key=lambda pair: (pair[1].gpu_hours, pair[1].hours))

@@ -88,8 +88,7 @@ class Tracker(TorchDispatchMode):
 
     def _hold(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self._sizes:
+        if (key := storage._cdata) not in self._sizes:
             self._sizes[key] = storage.nbytes()
             self._add(self._sizes[key])
             weakref.finalize(storage, lambda: self._add(-self._sizes.pop(key, 0)))
@@ -129,8 +128,7 @@ class Tracker(TorchDispatchMode):
         return float(flop_registry[packet](*args, **kwargs, out_val=out)) if packet in flop_registry else 0.0
 
     def _collective(self, func: Any, args: Any) -> None:
-        name = func._overloadpacket.__name__
-        if name not in COLLECTIVES:
+        if (name := func._overloadpacket.__name__) not in COLLECTIVES:
             return
         collective, runs_beside = COLLECTIVES[name]
         tensors = [value for value in tree_leaves(args) if isinstance(value, Tensor)]

@@ -97,8 +97,7 @@ class Run:
         A record's `samples_per_second` gives the seconds since the record before it. They exclude evaluation, saving,
         and steps that were lost and taken again. Empty without a batch size or throughput.
         """
-        rates = self.curve("samples_per_second")
-        if not rates or self.batch_size is None:
+        if not (rates := self.curve("samples_per_second")) or self.batch_size is None:
             return []
         # The file may begin later than the run: after a resume from another folder, or after lost records.
         every = _count(self.config.get("log_every")) or rates[0][0] or 1

@@ -30,8 +30,7 @@ def record(script: Path, flags: list[str], steps: int, file: Path, accelerate: b
         else:
             flags = [*flags, *recording(steps)]
             taken = _recipe(script, flags, Path(scratch) / "single")
-            size = taken.facts.get("micro_batch_size") or 1
-            if size > 1:
+            if (size := taken.facts.get("micro_batch_size") or 1) > 1:
                 other = next(other for other in range(size // 2, 0, -1) if size % other == 0)
                 moved = _recipe(script, flags, Path(scratch) / "moved", "--micro_batch_size", str(other))
         floor = {} if moved is None else of_all_steps(noise_floor(moved, taken))
@@ -51,10 +50,7 @@ def record(script: Path, flags: list[str], steps: int, file: Path, accelerate: b
 def run(script: Path, certificate: Path, as_json: bool) -> int:
     """Runs a script in one process with the flags of a record, or of certificate.json of an earlier `verify`. Prints
     each step next to the recorded one. Raises UsageError if the record is missing or has no losses, or if the script
-    does not run.
-
-    Returns:
-        the exit code: 0 if all values agree to 1e-5, or to ten times what rounding changes, otherwise 1.
+    does not run. Returns the exit code: 0 if all values agree to 1e-5, or to ten times what rounding changes, else 1.
     """
     content, then = _read(certificate)
     flags = then.facts["flags"]
@@ -112,16 +108,14 @@ def _places(found: list[Compared], now: Trace, then: Trace) -> list[str]:
 
 def _recipe(script: Path, flags: list[str], folder: Path, *more: str) -> Trace:
     check_file(script, "", "use the path of a recipe")
-    run = Launch(script, find_config("single"), flags).run(folder, *more)
-    if not run.is_done:
+    if not (run := Launch(script, find_config("single"), flags).run(folder, *more)).is_done:
         raise UsageError(f"{script} does not run in one process: {run.refusal or run.failure}")
     return run.trace
 
 
 def _read(certificate: Path) -> tuple[dict[str, Any], Trace]:
-    text = text_of(certificate, "--against", "use the path of a record, or of a certificate.json")
     try:
-        content = json.loads(text)
+        content = json.loads(text_of(certificate, "--against", "use the path of a record, or of a certificate.json"))
         then = content["reference"]
         then["flags"], then["records"][0]["step"]
         return content, Trace.of_record(then)

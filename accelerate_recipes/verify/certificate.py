@@ -54,8 +54,7 @@ class Row:
         if (found := self.difference) is None:
             return self.note
         if found.is_same:
-            same = "same, to rounding errors" if found.is_noise else "same"
-            return "bit for bit" if found.is_exact else same
+            return "bit for bit" if found.is_exact else "same, to rounding errors" if found.is_noise else "same"
         places = [f"from step {found.first_step}"] * (found.first_step is not None)
         places += [f"in {found.tensor}"] * (found.tensor is not None)
         return f"DIFFERS {', '.join(places or ['in the evaluation' if found.evaluation else 'in the gradient'])}"

@@ -63,18 +63,10 @@ class Origin:
 
 def run(script: Path, flags: list[str], checkpoint: Path, configs: list[str] | None, as_json: bool) -> int:
     """Resumes a run in a separate folder, under each config, and ends it when its first steps are checked. The
-    checkpoint and the output folder of the run are only read.
-
-    Args:
-        flags: in addition to the flags of the run.
-        configs: names or paths of configs; None: the run's config, or all configs if it was a run in one process.
-
-    Returns:
-        the exit code: 0 if each config gives the result of one process, otherwise 1.
-
-    Raises:
-        UsageError: no such recipe or checkpoint, or nothing could be checked.
-    """
+    checkpoint and the output folder of the run are only read. Returns the exit code: 0 if each config gives the result
+    of one process, otherwise 1. Raises UsageError if there is no such recipe or checkpoint, or nothing could be
+    checked. `flags`: in addition to the flags of the run; `configs`: names or paths of configs; None: the run's config,
+    or all configs if it was a run in one process."""
     check_file(script, "", "use the path of a recipe")
     content = _opened(checkpoint)
     rows: list[Row] = []

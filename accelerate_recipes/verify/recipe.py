@@ -88,8 +88,7 @@ class _Verification:
         """Repeats the run of `launch` with a different `--micro_batch_size`, if possible in `parts` parts."""
         card = Finished(self.scratch / launch.config.stem).card
         size, share = card["micro_batch_size"], card["micro_batch_size"] * card["gradient_accumulation_steps"]
-        others = [other for other in range(1, share + 1) if share % other == 0 and other != size]
-        if not others:
+        if not (others := [other for other in range(1, share + 1) if share % other == 0 and other != size]):
             return
         other = min(others, key=lambda other: (abs(share // other - parts), other))
         run = launch.run(folder, "--micro_batch_size", str(other))

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
@@ -83,13 +84,14 @@ class Watcher:
         for kind in (DataLoaderShard, DataLoaderDispatcher):
             kind.dataset = property(self._dataset)
 
-    def keep_global_batch(self, arguments: Any, parts: int) -> None:
-        """Lets the processes of a Trainer with these TrainingArguments share one process's batch, as micro-batches."""
+    def keep_global_batch(self, parts: int, module: Any) -> None:
+        """Lets the processes of a Trainer with this module's TrainingArguments share one process's batch, as
+        micro-batches."""
+        arguments = module.TrainingArguments
         number, finish = int(os.environ.get("WORLD_SIZE", 1)) * parts, arguments.__post_init__
 
         def divided(own: Any) -> None:
-            size = own.per_device_train_batch_size
-            if size % number:
+            if (size := own.per_device_train_batch_size) % number:
                 raise ValueError(f"per_device_train_batch_size {size} does not divide into {number}: use a multiple")
             own.per_device_train_batch_size = size // number
             own.gradient_accumulation_steps *= parts
@@ -265,8 +267,8 @@ class Watcher:
         width = max((tensor.shape[1] for tensor in _tensors(batch) if tensor.ndim > 1), default=None)
         labels = (value for value in _tensors(batch) if not value.is_floating_point() and bool((value == -100).any()))
         numbers = (int((each != -100).sum()) for each in labels)  # of labels that count: losses ignore -100
-        self.batch = {"epoch": self.num_iterators, "ids": ids if plain else None, "tokens": next(numbers, None)}
-        self.batch["width"] = width
+        ids = ids if plain else None
+        self.batch = {"epoch": self.num_iterators, "ids": ids, "tokens": next(numbers, None), "width": width}
         self.read.append((self.newest_loader, self.batch))
         self.states = _generator_states()
 
@@ -352,9 +354,7 @@ def _main(folder: str, num_steps: str, how: str, script: str, *flags: str) -> No
     watcher = Watcher(Path(folder), int(num_steps), "moved" in how, "split" in how)
     watcher.install()
     parts = 2 if "accumulated" in how else 1
-    sys.meta_path.insert(
-        0, _Imported(ARGUMENTS, lambda found: watcher.keep_global_batch(found.TrainingArguments, parts))
-    )
+    sys.meta_path.insert(0, _Imported(ARGUMENTS, partial(watcher.keep_global_batch, parts)))
     sys.argv = [script, *flags]
     try:
         if Path(script).is_file():

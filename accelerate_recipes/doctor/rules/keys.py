@@ -83,8 +83,7 @@ def unknown_keys(config: Config) -> Iterator[Finding]:
 def unknown_section_keys(config: Config) -> Iterator[Finding]:
     """A key of a section that Accelerate does not know."""
     for section, keys in known().sections.items():
-        given = config.values.get(section)
-        if given is not None and not isinstance(given, dict):
+        if (given := config.values.get(section)) is not None and not isinstance(given, dict):
             yield Finding(
                 f"{section} is {as_yaml(given)}, not a section with keys",
                 "accelerate launch ignores it",
@@ -161,8 +160,7 @@ def one_machine(config: Config) -> Iterator[Finding]:
 def _instead(config: Config, key: str, section: str = "") -> Iterator[Edit | str]:
     """What to type instead of an unknown key: where it belongs, the most similar key, or nothing."""
     for edit in _meant(key, config.section(section).get(key), section):
-        there = config.section(edit.section).get(edit.key)
-        if there is None:
+        if (there := config.section(edit.section).get(edit.key)) is None:
             yield edit
         elif there != edit.value:
             yield f"or {next(words([edit]))}, in place of {as_yaml(there)}"

@@ -92,11 +92,10 @@ def counts(config: Config) -> Iterator[Finding]:
             )
     num_processes, num_machines = config.num_processes, config.num_machines
     if num_processes is not None and num_machines > 1 and num_processes % num_machines:
-        below = max(1, num_processes // num_machines) * num_machines
         yield Finding(
             f"num_processes is {num_processes}, the total over {num_machines} machines, and does not divide evenly",
             f"accelerate launch starts {num_processes // num_machines} on each machine, without a message",
-            Edit("num_processes", below),
+            Edit("num_processes", max(1, num_processes // num_machines) * num_machines),
         )
 
 
@@ -159,8 +158,7 @@ def port(config: Config) -> Iterator[Finding]:
 
 def gpu_ids(config: Config) -> Iterator[Finding]:
     """gpu_ids with too few GPUs, with GPUs that this machine lacks, or that Accelerate cannot read."""
-    given = config.values.get("gpu_ids")
-    if given in (None, "all"):
+    if (given := config.values.get("gpu_ids")) in (None, "all"):
         return
     text = ",".join(map(str, given)) if isinstance(given, list) else str(given)
     if given != text:
@@ -170,8 +168,7 @@ def gpu_ids(config: Config) -> Iterator[Finding]:
             Edit("gpu_ids", text),
         )
     num_ids, wanted, num_gpus = len(text.split(",")), config.num_local_processes, len(config.machine.gpus)
-    lacking = [one for one in text.split(",") if one.strip().isdecimal() and int(one) >= num_gpus > 0]
-    if lacking:
+    if lacking := [one for one in text.split(",") if one.strip().isdecimal() and int(one) >= num_gpus > 0]:
         yield Finding(
             f"gpu_ids is {text}, but torch finds {num_gpus} GPUs on this machine, numbered from 0",
             f"CUDA leaves out GPU {lacking[0].strip()} and those after it",

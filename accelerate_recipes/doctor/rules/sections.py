@@ -87,8 +87,7 @@ def wrapping(config: Config) -> Iterator[Finding]:
             f"Accelerate refuses it; it knows {', '.join(POLICIES)}",
             Edit("fsdp_auto_wrap_policy", POLICIES[0], "fsdp_config"),
         )
-    given = (section.get(key) for key in ("fsdp_auto_wrap_policy", "fsdp_min_num_params"))
-    for key in without_effect(*given):
+    for key in without_effect(section.get("fsdp_auto_wrap_policy"), section.get("fsdp_min_num_params")):
         yield Finding(f"{key} has no effect", BY_CLASSES, Edit(key, None, "fsdp_config"))
 
 

@@ -35,8 +35,7 @@ def shared_memory(machine: Machine) -> Iterator[Finding]:
 
     Source: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/troubleshooting.html
     """
-    size = machine.shared_memory
-    if size is not None and size <= SMALL_SHARED_MEMORY and len(machine.gpus) > 1:
+    if (size := machine.shared_memory) is not None and size <= SMALL_SHARED_MEMORY and len(machine.gpus) > 1:
         yield Finding(
             f"/dev/shm has {size // 2**20} MiB for {len(machine.gpus)} GPUs",
             "NCCL passes data between the processes of a machine through it, and fails or crashes if it is full",
