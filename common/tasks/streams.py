@@ -68,8 +68,7 @@ def write_once(folder: Path, title: str, write: Callable[[Path], None]) -> None:
 
 def progress_bar(total: int | None, unit: str) -> tqdm:
     """A progress bar, in a terminal: of the first process only."""
-    shows = rank() == 0 and sys.stderr.isatty()
-    return tqdm(total=total, unit=unit, unit_scale=True, disable=not shows)
+    return tqdm(total=total, unit=unit, unit_scale=True, disable=not (rank() == 0 and sys.stderr.isatty()))
 
 
 def convert_stream(stream: Iterable[dict[str, Any]], folder: str | Path, max_samples: int | None = None) -> Any:

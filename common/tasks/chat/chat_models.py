@@ -177,8 +177,7 @@ def answer(model: Any, tokenizer: Any, chats: Sequence[Conversation], max_length
         shown = {"images": [chat.images]} if chat.images else {}
         adds = chat.is_plain or adds_special_tokens(tokenizer, text)
         given = tokenizer(text=[text], **shown, add_special_tokens=adds, return_tensors="pt").to(model.device)
-        num_tokens = given["input_ids"].shape[1]
-        if not 0 < num_tokens < max_length:
+        if not 0 < (num_tokens := given["input_ids"].shape[1]) < max_length:
             found.append("")
             continue
         expected = plain(chat.answer, add_special_tokens=False)["input_ids"]
@@ -197,8 +196,7 @@ def write_answers(config: ChatFlags, tokenizer: Any, chats: Any, kind: Any = Aut
     if config.num_answers == 0:
         return
     model = load_trained(folder, kind)
-    asked = chats.select_answered(config.num_answers or (5 if model.num_parameters() > 1e9 else 50))
-    if asked:
+    if asked := chats.select_answered(config.num_answers or (5 if model.num_parameters() > 1e9 else 50)):
         try:
             answers = answer(model, tokenizer, asked, config.max_length)
         except ValueError as error:  # transformers refuses to generate with these settings

@@ -235,8 +235,7 @@ def load_samples(
         parts = []
         advice = f"use --data rules, or the path of a .jsonl file of {noun}s"
         for table in load_tables(data, advice, max_samples, partial(_has_answers, read=read, needs=needs)):
-            used = next((names for names in needs if names <= {*table.column_names}), None)
-            if used is None:
+            if (used := next((names for names in needs if names <= {*table.column_names}), None)) is None:
                 raise UsageError(f"--data {data} {lacks} {', '.join(table.column_names)}")
             table.say_unread(*used, *OF_TEMPLATE, *["prompt"] * (noun == "pair"))
             folder = cache_folder(kind, VERSION, table.key, digest_of(tokenizer), max_length)
@@ -244,8 +243,7 @@ def load_samples(
             parts.append(Chats(rows_on_disk(folder, title, encoded(table), features, number), chat_of(table), size))
             _say_unused(data, table, read, tokenizer)
     if len(parts) == 1:
-        number = len(parts[0]) // size
-        if number < 2:
+        if (number := len(parts[0]) // size) < 2:
             raise UsageError(f"--data {data} has {number} {noun}{'s' * (number != 1)}: expected 2 or more")
         parts = [parts[0].part(samples) for samples in _divide(number, parts[0].teaching[1])]
     uses = "training", "evaluation"

@@ -65,12 +65,8 @@ class Conversation:
 
 def as_messages(given: Any, role: str | None = None) -> Messages:
     """Messages with roles, without values that are None: a table has these if another row has a value. Raises
-    UsageError for any other form.
-
-    Args:
-        given: a list of {"role", "content", ...}, or of {"from", "value"} (ShareGPT); a text if there is a `role`.
-        role: the role of the message if it is a text.
-    """
+    UsageError for any other form. `given`: a list of {"role", "content", ...}, or of {"from", "value"} (ShareGPT); or a
+    text, if there is a `role` for it."""
     if isinstance(given, str) and role is not None:
         return [{"role": role, "content": given}]
     if not isinstance(given, list) or not all(isinstance(message, dict) for message in given):
@@ -97,8 +93,7 @@ def _role_first(message: dict[str, Any]) -> dict[str, Any]:
         message = {"thinking": thought} | message | {"reasoning_content": thought}
     if "role" in message or "from" not in message:
         return {"role": None} | message
-    speaker = SPEAKERS.get(message["from"], message["from"])
-    if speaker not in USUAL:
+    if (speaker := SPEAKERS.get(message["from"], message["from"])) not in USUAL:
         raise UsageError(f"a message is from {speaker}: expected {', '.join([*SPEAKERS, *USUAL])}")
     others = {name: value for name, value in message.items() if name not in ("from", "value")}
     return {"role": speaker} | ({"content": message["value"]} if "value" in message else {}) | others
@@ -183,8 +178,7 @@ def fit_to_template(messages: Messages, template: Any, options: Mapping[str, Any
         except UsageError as error:
             refusal = refusal or error
             continue
-        fault = _fault(form, template, options, text)
-        if fault is None:
+        if (fault := _fault(form, template, options, text)) is None:
             return form, text
     raise UsageError(fault) if fault else refusal or UsageError(EXPECTED)
 
@@ -268,13 +262,9 @@ def answer_spans(
     """(the text of a conversation, the places in it that the model learns to write).
 
     A place is the text that the template writes for the assistant's answer after the prompt for one. Raises
-    UsageError if it begins with an answer, or for a template that cannot be used.
-
-    Args:
-        messages: the conversation.
-        template: a tokenizer or a processor with a chat template.
-        first: number of the first message that may be learnt.
-        options: more arguments for the template.
+    UsageError if it begins with an answer, or for a template that cannot be used. `template`: a tokenizer or a
+    processor with a chat template; `first`: number of the first message that may be learnt; `options`: more arguments
+    for the template.
     """
     options = options or {}
     if messages and messages[0]["role"] == "assistant":
@@ -307,8 +297,7 @@ def reach_into(spans: Sequence[range], places: Iterable[Sequence[int]]) -> list[
 
 def _say_why(earlier: str, asking: str, after: str) -> NoReturn:
     """Raises the UsageError for an answer whose beginning does not match the end of the prompt that asks for it."""
-    shared = num_shared(asking, after)
-    if shared < num_shared(earlier, asking):
+    if (shared := num_shared(asking, after)) < num_shared(earlier, asking):
         raise UsageError(CHANGES)
     raise UsageError(
         f"the chat template asks for an answer with {asking[shared:]!r}, but an answer in the data begins differently: "

@@ -82,8 +82,7 @@ def split_pair(row: dict[str, Any]) -> list[Conversation]:
     prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
     if all(isinstance(text, str) for text in (prompt or "", chosen, rejected)):
         if prompt is None:
-            common = chosen[: _num_asked(chosen, rejected)]
-            if not common:
+            if not (common := chosen[: _num_asked(chosen, rejected)]):
                 raise UsageError("its texts begin differently: name the column of their question prompt")
             prompt = common.removesuffix(LAST_WORD.findall(common)[0])  # a word that differs belongs to the answers
         asked, both = as_messages(prompt, "user"), _without(prompt, [chosen, rejected])

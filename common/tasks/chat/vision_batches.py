@@ -60,8 +60,7 @@ class VisionEncoder:
         sizes = {name: (0, *value.shape[1:]) if value.ndim else () for name, value in shown.items()}
         self._without = {name: value.new_zeros(sizes[name]) for name, value in shown.items()}
         self._blank = self.sample(_asking(1), [small], is_cut=False)
-        padding = processor.tokenizer.pad_token_id
-        if padding is None:
+        if (padding := processor.tokenizer.pad_token_id) is None:
             raise UsageError("the tokenizer has no token for padding: give it a pad_token")
         self._pad = pad_to_longest({"tokens": padding, "labels": IGNORED, "places": -1}, None)
         self._check(small, wide)
@@ -121,8 +120,7 @@ class VisionEncoder:
         moved = [range(span.start + gained, span.stop + gained) for span in spans]
         trained = torch.tensor(reach_into(moved, places.tolist()))
         trained[0] = False  # no token comes before it
-        answers = [turn for turn in range(after) if messages[turn]["role"] == "assistant"]
-        if answers:
+        if answers := [turn for turn in range(after) if messages[turn]["role"] == "assistant"]:
             end = answers[-1] + 1
             earlier, flags = self._encode(messages[:end], images[: sum(shown[:end])])
             last = int(flags.nonzero()[-1]) + 1 if flags.any() else 0

@@ -118,12 +118,10 @@ class _Rows:
 
     def __call__(self, number: int) -> tuple[Messages, Images]:
         row = self.rows[number]
-        images = row.get(self.images)
-        if isinstance(images, str) and images.startswith("["):
+        if isinstance(images := row.get(self.images), str) and images.startswith("["):
             images = json_of(row, self.images, list)
         given = [] if images is None else images if isinstance(images, list) else [images]
-        messages = row[self.messages]
-        if isinstance(messages, str):
+        if isinstance(messages := row[self.messages], str):
             messages = json_of(row, self.messages, list)
         messages, given = with_parts(messages, given)
         return messages, [_open(image, self.folder, self.opener) for image in given]
@@ -174,8 +172,7 @@ def _match_images(shown: list[dict[str, Any]], images: list[Any]) -> list[Any]:
     """The image of each part that shows one: its own, the one with its index, or the next one of the column."""
     found, left = [], iter(images)
     for part in shown:
-        own = next((part[name] for name in PATHS if part.get(name)), None)
-        if own is None:
+        if (own := next((part[name] for name in PATHS if part.get(name)), None)) is None:
             if others := sorted(part.keys() - {"type", "index", *PATHS}):
                 raise UsageError(f'an image has {others[0]}: expected {{"type": "image", "path": "a file"}}')
             if "index" in part and part["index"] not in range(len(images)):

@@ -300,12 +300,11 @@ def _attend_without_mask(model: PreTrainedModel) -> None:
     """
     config = model.config.get_text_config()
     is_full = set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
-    limits = ("sliding_window", "attention_chunk_size")
     if (
         config._attn_implementation == "sdpa"
         and model._supports_attention_backend
         and is_full
-        and not any(getattr(config, limit, None) for limit in limits)
+        and not any(getattr(config, limit, None) for limit in ("sliding_window", "attention_chunk_size"))
     ):
         AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
         config._attn_implementation = "causal_sdpa"

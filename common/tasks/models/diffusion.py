@@ -42,16 +42,8 @@ class Block(nn.Module):
 
 class DiT(nn.Module):
     """(images (batch, channels, height, width), times (batch,) from 0 to 1, labels (batch,)) -> images. The label
-    `num_classes` stands for any class. Raises UsageError for sizes that do not divide evenly.
-
-    Args:
-        image_shape: of each image.
-        num_classes: of the images.
-        patch_size: a token is a square with sides of this many pixels.
-        width: of a token.
-        num_layers: of the transformer.
-        num_heads: of its attention.
-    """
+    `num_classes` stands for any class. Raises UsageError for sizes that do not divide evenly. `patch_size`: a token is
+    a square with sides of this many pixels; `width`: of a token."""
 
     _no_split_modules = ["Block"]  # FSDP gathers one Block at a time
 

@@ -48,8 +48,7 @@ def silent() -> Iterator[None]:
 
 def _reason(error: Exception, expected: str, has_flag: bool) -> str:
     """Why a model or its tokenizer cannot be loaded, and what to do."""
-    text = str(error)
-    if "trust_remote_code" in text:  # otherwise transformers would ask, in each process
+    if "trust_remote_code" in (text := str(error)):  # otherwise transformers would ask, in each process
         advice = "read it, and use --trust_remote_code to run it" if has_flag else "this recipe does not run it"
         return f" comes with its own Python code: {advice}"
     needs = "; copy its files, such as tokenizer.json, from the base model" if expected == "tokenizer" else ""
@@ -119,8 +118,7 @@ def load(
         model.config.auto_map = (model.config.auto_map or {}) | {type(model)._auto_class: own}
     if left := _layers_left_out(model, info["unexpected_keys"]):
         print_once(f"{name_or_path}: config.json has fewer layers than the files, which also hold {left[0]}")
-    new = sorted(info["missing_keys"]) + misfits
-    if new:
+    if new := sorted(info["missing_keys"]) + misfits:
         print_once(f"new weights: {', '.join(new[:4])}{' ...' * (len(new) > 4)}")
     return model, tokenizer, new
 

@@ -46,8 +46,7 @@ def rows_with_tokens(*encoded: Any) -> list[int]:
     without tokens has nothing to attend to, and gets 0/0. Prints how many such samples there are, and how many are cut.
     Raises UsageError if no sample has tokens."""
     columns = [column["input_ids"] for column in encoded]
-    kept = [row for row, sample in enumerate(zip(*columns)) if all(sample)]
-    if not kept:
+    if not (kept := [row for row, sample in enumerate(zip(*columns)) if all(sample)]):
         raise UsageError("no sample has tokens in each of its texts: look at the columns that the flags name")
     if missing := len(columns[0]) - len(kept):
         say(f"{missing:,} of {len(columns[0]):,} samples have a text without tokens: left out")

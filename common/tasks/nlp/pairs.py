@@ -59,8 +59,7 @@ class EncodedPairs(ListDataset):
 
 def text_names(parts: list[list[Pair]]) -> list[str]:
     """The names of the texts of each pair. Raises UsageError if parts of the data differ in their negatives."""
-    numbers = {len(part[0].texts) for part in parts}
-    if len(numbers) > 1:
+    if len(numbers := {len(part[0].texts) for part in parts}) > 1:
         raise UsageError("parts of --data differ in columns of negatives: name the ones to use with --negative_column")
     return ["query", "document", *(f"negative_{number}" for number in range(1, numbers.pop() - 1))]
 

@@ -122,8 +122,7 @@ def load_tagged_words(
         tables = load_tables(data, ADVICE, is_labelled=lambda table: table.has_classes(tag_column))
         parts = [_rows(table, word_column, tag_column) for table in tables]
         names = getattr(getattr(tables[0].kinds.get(tag_column), "feature", None), "names", names)
-    parts = divide(parts)
-    if not all(parts):
+    if not all(parts := divide(parts)):
         raise UsageError(f"--data {data} has no sentences for training or evaluation: expected two or more")
     classes = names or in_order(tag for part in parts for _, tags in part for tag in tags)
     train, evaluation = (

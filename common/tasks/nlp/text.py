@@ -147,8 +147,7 @@ def texts_of(data: str, max_samples: int | None = None) -> list[Text]:
 
 def _text_files(data: str) -> list[list[Place]] | None:
     """The files with plain text of each split; None if the data are rows. Raises UsageError."""
-    path = local_path(data)
-    if path.is_file():
+    if (path := local_path(data)).is_file():
         return None if ending_of(path) in TABLES else [[path]]
     if not path.is_dir():
         return None

@@ -65,8 +65,7 @@ def load_translations(data: str, source: str, target: str, embedded: Callable[[]
     for table in [] if parts else load_tables(data, ADVICE, None, lambda table: table.has_classes(target)):
         table.check_columns({"--source_column": source, "--target_column": target})
         parts.append(rows_with_text(table, source, target))
-    parts = divide(parts)
-    if not all(parts):
+    if not all(parts := divide(parts)):
         raise UsageError(f"--data {data} has too few pairs of texts: expected some to train on, others to evaluate")
     return parts[0], parts[1]
 

@@ -71,13 +71,8 @@ def _limits(mean: Colour, std: Colour) -> tuple[Tensor, Tensor]:
 def normalise(levels: Tensor, mean: Colour, std: Colour, colours: Factors) -> Tensor:
     """(value - mean) / std of each colour, after the change of the colours, which stay between black and white.
 
-    Brightness, contrast and saturation together are one 3 × 3 matrix and a shift: one pass over the pixels.
-
-    Args:
-        levels: float32 of shape (3, pixels), 0 to 255.
-        mean: of each colour, with white as 1.
-        std: of each colour.
-        colours: factors of the brightness, the contrast and the saturation.
+    Brightness, contrast and saturation together are one 3 × 3 matrix and a shift: one pass over the pixels. `levels`:
+    float32 of shape (3, pixels), 0 to 255; `mean` and `std`: of each colour, with white as 1.
     """
     brightness, contrast, saturation = colours
     factor = brightness * contrast / 255

@@ -104,8 +104,7 @@ def load_boxed_images(data: str, image_column: str, objects_column: str) -> tupl
     if any(is_flat):
         say(f"--data {data}: left out: {sum(is_flat):,} of {len(is_flat):,} boxes, without width or height")
         objects = [[[each for each in found if min(each[1][2:]) > 0] for found in part] for part in objects]
-    labels = [label for part in objects for found in part for label, _, _ in found]
-    if not labels:
+    if not (labels := [label for part in objects for found in part for label, _, _ in found]):
         raise UsageError(f"--data {data}: its images have no boxes; {ADVICE}")
     if max(max(box) for part in objects for found in part for _, box, _ in found) <= 1:
         raise UsageError(f"--data {data}: no number of its boxes is above 1: expected pixels, not shares of the image")

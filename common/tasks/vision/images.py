@@ -119,8 +119,7 @@ def _read_idx(place: Path, name: str, num_dimensions: int) -> torch.Tensor:
     the number of dimensions, each dimension as a big-endian int32, then the values. Source: end of the page
     http://yann.lecun.com/exdb/mnist. Raises UsageError."""
     whole = place / f"{name}-idx{num_dimensions}-ubyte"
-    path = next((path for path in (whole, Path(f"{whole}.gz")) if path.exists()), None)
-    if path is None:
+    if (path := next((path for path in (whole, Path(f"{whole}.gz")) if path.exists()), None)) is None:
         raise UsageError(f"{whole}: no such file, and no {whole.name}.gz; expected all four MNIST IDX files")
     with open_bytes(path) as file:
         content = file.read()
@@ -128,8 +127,7 @@ def _read_idx(place: Path, name: str, num_dimensions: int) -> torch.Tensor:
     if len(content) < header_size or content[:4] != bytes([0, 0, 8, num_dimensions]):
         raise UsageError(f"{path} is not an IDX file of bytes with {num_dimensions} dimensions: download it again")
     shape = [int(length) for length in numpy.frombuffer(content, ">u4", num_dimensions, offset=4)]
-    expected = header_size + math.prod(shape)
-    if len(content) != expected:
+    if len(content) != (expected := header_size + math.prod(shape)):
         raise UsageError(f"{path} has {len(content)} bytes, its header says {expected}: download it again")
     return torch.from_numpy(numpy.frombuffer(content, numpy.uint8, offset=header_size).copy()).view(shape)
 

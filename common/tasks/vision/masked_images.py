@@ -147,8 +147,7 @@ def _in_folders(data: str, folder: Path, images: str, masks: str) -> list[Any]:
     parts = []
     for split in labelled_splits(data, names_of_splits(data, found), found.__getitem__, lambda split: masks in split):
         pairs = [split.get(kind, {}) for kind in (images, masks)]
-        both = sorted(pairs[0].keys() & pairs[1].keys())
-        if not both:
+        if not (both := sorted(pairs[0].keys() & pairs[1].keys())):
             raise UsageError(f"--data {data}: no images in folder {images}(s) with masks of their names in {masks}(s)")
         if alone := sorted(pairs[0].keys() ^ pairs[1].keys()):
             say(f"--data {data}: left out: {len(alone):,} without image or mask, such as {printable(alone[0])}")
