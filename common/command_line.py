@@ -20,18 +20,9 @@ ConfigT = TypeVar("ConfigT", bound=RunConfig)
 
 
 def parse(config_class: type[ConfigT], arguments: Sequence[str] | None = None) -> ConfigT:
-    """Reads the command line into a config.
-
-    Flags are the fields of `config_class`; `--batch_size` and `--batch-size` are the same.
-
-    Args:
-        config_class: RunConfig or a dataclass that extends it.
-        arguments: words to parse instead of `sys.argv[1:]`.
-
-    Raises:
-        UsageError: an unknown flag, or a value of the wrong type or out of range.
-        SystemExit: with code 0 after `--help`.
-    """
+    """Reads the command line, or these words instead of `sys.argv[1:]`, into a config. Flags are the fields of
+    `config_class`; `--batch_size` and `--batch-size` are the same. Raises UsageError for an unknown flag, or a value of
+    the wrong type or out of range; SystemExit with code 0 after `--help`."""
     config = config_class(**_Parser(config_class).parse(sys.argv[1:] if arguments is None else arguments))
     config.validate()
     return config
@@ -85,8 +76,7 @@ class _Parser(argparse.ArgumentParser):
                 self.error(f"{name} takes no value, got '{value if equals else following}': leave the value out; {off}")
         values, unknown = self.parse_known_args(words)
         for word in unknown:
-            name = word.partition("=")[0]
-            if name in OF_THE_LAUNCHER:
+            if (name := word.partition("=")[0]) in OF_THE_LAUNCHER:
                 self.error(f"{name} belongs before the script: accelerate launch {name} ... {self.prog}")
             flags = [option for option in self._option_string_actions if option.startswith("--") and option != name]
             close = difflib.get_close_matches(name, flags, n=1)

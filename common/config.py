@@ -181,8 +181,7 @@ def _check(config_class: type, name: str, value: Any) -> None:
 def declaration(config_class: type, name: str) -> tuple[Any, dict[str, Any]]:
     """(type, metadata) of a field, from the class that declared it with `flag`: subclasses may override the default."""
     for cls in config_class.__mro__:
-        field = getattr(cls, "__dataclass_fields__", {}).get(name)
-        if field is not None and field.metadata:
+        if (field := getattr(cls, "__dataclass_fields__", {}).get(name)) is not None and field.metadata:
             return _hints(cls)[name], dict(field.metadata)
     return _hints(config_class)[name], {}
 

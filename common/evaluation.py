@@ -55,8 +55,7 @@ class Evaluation:
         self.eval_sets = {name: resident(eval_set, device) for name, eval_set in eval_sets.items()}
         self.watch = watch
         self.metrics: Metrics = {}
-        name = engine.plan.config.metric_for_best_model
-        if name is not None:
+        if (name := engine.plan.config.metric_for_best_model) is not None:
             firsts = {key: _first(eval_set) for key, eval_set in eval_sets.items()}
             metrics = self.measure(firsts, poll=lambda: False)
             assert metrics is not None
@@ -78,8 +77,7 @@ class Evaluation:
             if metrics is None:
                 return
             state.evaluation_due = False
-            name = config.metric_for_best_model
-            if name is not None and state.records_best(name, metrics[name]):
+            if (name := config.metric_for_best_model) is not None and state.records_best(name, metrics[name]):
                 try:
                     export_model(engine, config.output_dir / "best")
                 except RunError as error:
@@ -93,8 +91,7 @@ class Evaluation:
         summarize, examples = self.options.get("summarize", dict), self.options.get("examples")
         keeps, metrics = examples is not None or config.save_predictions, Metrics()
         for key, eval_set in eval_sets.items():
-            results = evaluate_set(engine, eval_set, poll, keeps, self.state.step)
-            if results is None:
+            if (results := evaluate_set(engine, eval_set, poll, keeps, self.state.step)) is None:
                 return None
             means, values = results
             seed_forward(config.seed, EVALUATION, SUMMARY, engine.accelerator.device)
@@ -125,10 +122,8 @@ def evaluate_exported(setup: Setup, group: CpuGroup) -> Metrics:
     """Evaluates the exported model of an earlier run, for `--evaluate_only`.
 
     Prints the metrics and writes them to `<output_dir>/evaluation.json`. It does not change the other files of the run.
-
-    Raises:
-        UsageError: no exported model in `<output_dir>/model/`, or one that does not fit the recipe's model.
-        StoppedError: a signal ended the evaluation.
+    Raises UsageError if there is no exported model in `<output_dir>/model/`, or it does not fit the recipe's model;
+    StoppedError if a signal ended the evaluation.
     """
     accelerator, model, plan, config = setup.accelerator, setup.model, setup.plan, setup.plan.config
     materialize(model)
@@ -137,8 +132,7 @@ def evaluate_exported(setup: Setup, group: CpuGroup) -> Metrics:
     with Watch(accelerator, plan, group) as watch:
         setup = check_trainable(setup)
         freeze_what_is_not_trained(accelerator, model, setup.optimizer)
-        engine = prepare(setup)
-        evaluation = Evaluation(engine, TrainState(step=plan.num_steps), watch)  # the run is done
+        evaluation = Evaluation(prepare(setup), TrainState(step=plan.num_steps), watch)  # the run is done
         metrics = evaluation.measure(evaluation.eval_sets, watch.poll)
         watch.settle()
     if metrics is None:

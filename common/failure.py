@@ -47,11 +47,8 @@ def line_of(error: BaseException) -> str:
 
 @cache
 def first_failure(error: BaseException) -> Failure:
-    """Records this failure if it is the first on this machine. The first usually causes the later ones.
-
-    Returns:
-        The first failure, of this process or of another.
-    """
+    """Records this failure if it is the first on this machine. The first usually causes the later ones. Returns the
+    first failure, of this process or of another."""
     if isinstance(error, RunError):
         exit_code, line = error.exit_code, f"{error.label}: {error}"
     elif isinstance(error, KeyboardInterrupt):
@@ -100,8 +97,7 @@ def end(error: BaseException) -> NoReturn:
         # When one process ends, torchrun ends the others: the first failure must be printed before that.
         with suppress(psutil.Error):
             psutil.Process(failure.pid).wait(timeout=10)
-    code_file = Environment.read().code_file
-    if code_file and failure.is_mine:
+    if (code_file := Environment.read().code_file) and failure.is_mine:
         with suppress(OSError):
             code_file.write_text(str(failure.exit_code), encoding="utf-8")
     # Not sys.exit: destroying the process group would wait for processes that may wait for this one.

@@ -21,14 +21,9 @@ Samples = tuple[int, torch.Tensor]  # the epoch, and sample ids of shape (micro_
 
 def split_batch(config: RunConfig, layout: Layout) -> tuple[int, int]:
     """Divides the samples of an optimizer step into micro-batches for each process. Without `--micro_batch_size`, each
-    takes all samples of a process, or in a pipeline the most that keep all stages busy.
-
-    Returns:
-        (samples per forward pass per process, forward passes per optimizer step)
-
-    Raises:
-        UsageError: the sizes do not divide, or give fewer micro-batches than stages; the message names sizes that work.
-    """
+    takes all samples of a process, or in a pipeline the most that keep all stages busy. Returns (samples per forward
+    pass per process, forward passes per optimizer step). Raises UsageError if the sizes do not divide, or give fewer
+    micro-batches than stages; the message names sizes that work."""
     batch_size, micro_batch_size = config.batch_size, config.micro_batch_size
     data_parallel_size, num_stages = layout.data_parallel_size, layout.pp
     if batch_size % data_parallel_size:
@@ -51,8 +46,7 @@ def split_batch(config: RunConfig, layout: Layout) -> tuple[int, int]:
             f"--batch_size {batch_size} ({data_parallel_size} data-parallel ranks)",
             f"use --micro_batch_size {choices}",
         )
-    accumulation = own_samples // micro_batch_size
-    if accumulation < num_stages:
+    if (accumulation := own_samples // micro_batch_size) < num_stages:
         raise UsageError(
             f"{accumulation} micro-batches per step are too few to keep --pipeline_stages {num_stages} busy",
             f"use --micro_batch_size {max(1, own_samples // num_stages)} or a larger --batch_size",
@@ -99,15 +93,13 @@ class Plan:
     ) -> "Plan":
         """Raises UsageError if sizes do not divide, there is less than a batch, or the sampler returns no ids."""
         length = num_samples if sampler is None else _length(sampler, config.seed, num_samples)
-        micro_batch_size, accumulation = split_batch(config, layout)
-        steps_per_epoch = length // config.batch_size
-        if steps_per_epoch == 0:
+        sizes = split_batch(config, layout)
+        if (steps_per_epoch := length // config.batch_size) == 0:
             smaller = length // layout.data_parallel_size * layout.data_parallel_size
             advice = f"use --batch_size {smaller} or less" if smaller else "use more data or fewer processes"
             raise UsageError(f"{length} training samples are fewer than --batch_size {config.batch_size}", advice)
         num_steps = config.max_steps or config.epochs * steps_per_epoch
-        sizes = num_samples, micro_batch_size, accumulation, steps_per_epoch, num_steps
-        return cls(config, layout, *sizes, schedule, sampler)
+        return cls(config, layout, num_samples, *sizes, steps_per_epoch, num_steps, schedule, sampler)
 
     def under(self, config: RunConfig, layout: Layout) -> "Plan":
         """The plan of the same data with other flags and in another layout. Raises UsageError like `of`."""

@@ -21,11 +21,7 @@ def learning_rate_factor(schedule: Schedule, step: int, num_steps: int, warmup_s
     2017; torch's OneCycleLR without the momentum cycle) rises along a cosine from 1/25 of the peak. The rise takes
     `warmup_steps`, or 30 % of the run if `warmup_steps` is 0. The rate then falls along a cosine to nearly zero.
 
-    Args:
-        schedule: one of `SCHEDULES`.
-        step: optimizer steps already taken, from 0 to num_steps - 1.
-        num_steps: optimizer steps of the whole run.
-        warmup_steps: steps below the peak at the start.
+    `step`: optimizer steps already taken, from 0; `num_steps`: of the whole run.
     """
     if schedule == "one_cycle":
         peak = warmup_steps or RISE_SHARE * num_steps - 1

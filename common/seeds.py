@@ -31,14 +31,9 @@ def seed_batch(seed: int, epoch: int, samples: Sequence[int]) -> None:
 
 def seed_forward(seed: int, step: int, row: int, device: torch.device) -> None:
     """Seeds the generators of Python, NumPy and torch, on the CPU and on the device, before a forward pass: for dropout
-    and noise. Also before an update of the weights, and before a call of the recipe's own schedule or sampler.
-
-    Args:
-        seed: `--seed`.
-        step: optimizer steps taken; or EVALUATION.
-        row: the number of the micro-batch, counted over all processes in this step; or a constant in its place.
-        device: of the model.
-    """
+    and noise. Also before an update of the weights, and before a call of the recipe's own schedule or sampler. `seed`:
+    `--seed`; `step`: optimizer steps taken; or EVALUATION; `row`: the number of the micro-batch, counted over all
+    processes in this step; or a constant in its place; `device`: of the model."""
     _seed(~seed, step, row, device)  # different numbers than for the samples
 
 

@@ -45,13 +45,7 @@ def kept(
 
     Tensors that share memory still share it. Afterwards weights, buffers, gradients, optimizer state, flags,
     attributes, hooks, closures, globals of the recipe and generators are as before. Raises NotChecked if a weight
-    cannot be copied, or an object cannot be read.
-
-    Args:
-        model: whole, on the CPU.
-        optimizer: over its weights.
-        functions: the recipe's.
-        device: to train on.
+    cannot be copied, or an object cannot be read. `model`: whole, on the CPU; `functions`: the recipe's.
     """
     walk, changes = Walk(), Changes()
     moving = {id(each) for each in (*model.parameters(), *model.buffers())}

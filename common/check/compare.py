@@ -42,8 +42,7 @@ def _value_gaps(
     """The largest difference of each value of `forward_step`, relative to the value or to a larger mean."""
     gaps: dict[Key, Gap] = {}
     for row, values in steps.items():
-        expected = reference[row]
-        if values.keys() != expected.keys():
+        if values.keys() != (expected := reference[row]).keys():
             text = f"forward_step returns {', '.join(values)} in process {rank}, {', '.join(expected)} on one process"
             return {(kind, next(iter(values.keys() ^ expected.keys()))): Gap(math.inf, text)}
         for name, value in values.items():
@@ -55,8 +54,7 @@ def _value_gaps(
             distances, norms = (value - other).masked_fill(is_equal, 0.0), other.nan_to_num(0.0, 0.0, 0.0).norm(dim=1)
             sizes = distances.norm(dim=1) / norms.clamp(min=max(float(norms.mean()), 1e-30))
             at = int(sizes.nan_to_num(math.inf).argmax())
-            size = float(sizes.nan_to_num(math.inf)[at])
-            if size > gaps.get((kind, name), Gap(-1.0)).size:
+            if (size := float(sizes.nan_to_num(math.inf)[at])) > gaps.get((kind, name), Gap(-1.0)).size:
                 element = int(distances[at].abs().nan_to_num(math.inf).argmax())
                 text = (
                     f'"{name}" of sample {ids[row][at]}{when} is {float(value[at, element]):.7g} in process {rank}, '

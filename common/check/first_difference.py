@@ -51,8 +51,7 @@ class FirstDifference:
         if (found := self._first_module([trace.backward for trace in self.traces], "backward", factor)) is None:
             return self._first_gradient()
         before, place, extent = found
-        sources = self._sources(before, place)
-        if not any(sources):
+        if not any(sources := self._sources(before, place)):
             return "loss", f"first difference: the gradient of the loss, {extent}"
         return "backward", f"first difference: {' or '.join(map(self._name, sources))}, backward, {extent}"
 

@@ -135,15 +135,8 @@ def sizes_of_blocks(shape: tuple[int, ...], parts: int) -> tuple[int, ...]:
 
 
 def block_sums(values: Tensor, sizes: tuple[int, ...]) -> Tensor | None:
-    """The sum of each block, with random signs.
-
-    Args:
-        values: of shape (samples, ...).
-        sizes: of a block, in the dimensions after the first.
-
-    Returns:
-        sums of shape (samples, blocks, ...); None if the tensor does not consist of such blocks.
-    """
+    """The sum of each block, with random signs: of shape (samples, blocks, ...); None if the tensor does not consist of
+    such blocks. `values`: of shape (samples, ...); `sizes`: of a block, in the dimensions after the first."""
     if values.ndim != len(sizes) + 1 or any(length % size for length, size in zip(values.shape[1:], sizes)):
         return None
     values = values if values.dtype == torch.float64 else values.float()

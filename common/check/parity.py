@@ -272,8 +272,7 @@ class ParityCheck:
         after, before = ({}, {}) if reference is None else (reference.steps[number].weights, reference.initial)
         for name, weight in self.engine.each_whole():
             if reference is not None and name not in self._first_pass.written:
-                here = Sketch.of(weight)
-                gaps["weight", name] = weight_gap(name, here, after[name], before[name])
+                gaps["weight", name] = weight_gap(name, Sketch.of(weight), after[name], before[name])
                 updates[name] = (after[name] - before[name]).norm
         return gaps, updates
 
@@ -289,11 +288,10 @@ def mixed_types(error: Exception, model: nn.Module, batch: Batch) -> str | None:
     if not isinstance(error, RuntimeError) or "type" not in str(error):
         return None
     weights = {weight.dtype: name for name, weight in model.named_parameters() if weight.is_floating_point()}
-    given = {name: value.dtype for name, value in batch.items() if isinstance(value, Tensor)}
-    for name, dtype in given.items():
-        if dtype.is_floating_point and weights and dtype not in weights:
+    for name, value in batch.items():
+        if isinstance(value, Tensor) and value.is_floating_point() and weights and value.dtype not in weights:
             kind, weight = next(iter(weights.items()))
-            kinds = [str(each).removeprefix("torch.") for each in (kind, dtype)]
+            kinds = [str(each).removeprefix("torch.") for each in (kind, value.dtype)]
             return (
                 f'{line_of(error)}: {weight} is {kinds[0]}, "{name}" of the batch is {kinds[1]}: use '
                 f'batch["{name}"].to({kind}) in forward_step, or make the model {kinds[1]}'

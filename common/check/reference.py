@@ -196,9 +196,8 @@ def _threads_of_all(model: nn.Module, num_processes: int) -> Iterator[None]:
 
 def sketches(module: nn.Module, rounds: bool = False) -> dict[str, Sketch]:
     """{name: parameter or buffer that checkpoints hold}, perhaps rounded to bfloat16"""
-    return {
-        name: Sketch.of(_round(tensor) if rounds else tensor) for name, tensor in checkpoint_tensors(module).items()
-    }
+    tensors = checkpoint_tensors(module)
+    return {name: Sketch.of(_round(tensor) if rounds else tensor) for name, tensor in tensors.items()}
 
 
 def _round(tensor: Tensor) -> Tensor:

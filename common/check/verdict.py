@@ -64,8 +64,7 @@ def not_repeated(reference: Reference) -> str | None:
     again, expected = reference.again, reference.steps[min(reference.steps)]
     if (why := what_does_not_repeat(again, expected, reference.is_low)) is None:
         return None
-    cause = _cause_in_a_sample([again], expected)
-    if cause is None:
+    if (cause := _cause_in_a_sample([again], expected)) is None:
         known = ", ".join([*reference.changes.names, *reference.changes.generators][:3])
         cause = (
             "forward_step, a hook or the optimizer draws without a seed, or keeps something where the check does not "

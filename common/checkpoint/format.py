@@ -60,8 +60,7 @@ def digest_of_json(content: dict[str, Any]) -> str:
 
 def check_same_model(folder: Path, shapes: dict[str, list[int]], model: nn.Module) -> None:
     """Raises UsageError unless the weights in a folder, given as {name: shape}, match `model`."""
-    own = checkpoint_tensors(model)
-    if shapes.keys() != own.keys():
+    if shapes.keys() != (own := checkpoint_tensors(model)).keys():
         name = min(shapes.keys() ^ own.keys())
         raise UsageError(f"{folder} holds a different model: only one of the two has {name}")
     for name, shape in shapes.items():

@@ -74,10 +74,9 @@ class Saver:
 
     def export(self, state: TrainState, unrecorded: RunningSums) -> str | None:
         """Exports the weights, or their averages; returns their digest. On failure: a checkpoint, then RunError."""
-        folder = self._engine.plan.config.output_dir / "model"
         try:
             with self._engine.ema_weights():
-                return export_model(self._engine, folder)
+                return export_model(self._engine, self._engine.plan.config.output_dir / "model")
         except RunError as error:
             if (path := self.finish()) is None or path.name != checkpoint_name(state.step):
                 self.save(state, unrecorded)
@@ -137,8 +136,7 @@ class Saver:
     def _own(self, newest: Path, step: int) -> list[Path]:
         """This run's checkpoints, the oldest first and the newest last. Damaged ones and another run's do not count:
         they are not removed, and do not take the place of one that could be resumed."""
-        config = self._engine.plan.config
-        paths = [path for number, path in checkpoints(config.output_dir) if number < step]
+        paths = [path for number, path in checkpoints(self._engine.plan.config.output_dir) if number < step]
         for path in paths:
             if path not in self._known:
                 try:

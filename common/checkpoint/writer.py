@@ -74,8 +74,7 @@ def write(folder: Path, shards: OwnShards, content: dict[str, Any], group: CpuGr
 
 def remove(folder: Path) -> None:
     """Renames a folder, then removes it: no half-removed folder has its name. Raises OSError."""
-    aside = folder.with_name("removed")
-    if aside.exists():  # left by a process that was killed
+    if (aside := folder.with_name("removed")).exists():  # left by a process that was killed
         shutil.rmtree(aside)
     folder.rename(aside)
     shutil.rmtree(aside)
@@ -109,8 +108,7 @@ def _copy(tensor: Tensor, buffers: dict[str, Tensor], name: str) -> Tensor:
     """A copy on the CPU. Fresh memory costs as much as the copy itself, hence the buffers."""
     buffer = buffers.get(name)
     if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-        buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        buffers[name] = buffer
+        buffer = buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     return buffer.copy_(tensor)
 
 

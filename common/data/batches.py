@@ -69,9 +69,7 @@ def resident(dataset: Any, device: torch.device) -> Any:
 def _reads_rows(dataset: Any) -> TypeGuard[InMemoryDataset]:
     """Whether only `rows` and `transform` make a sample: a subclass may have overridden its indexing."""
     kind, own = type(dataset), InMemoryDataset
-    return isinstance(dataset, own) and all(
-        getattr(kind, name) is getattr(own, name) for name in ("__getitem__", "__getitems__")
-    )
+    return isinstance(dataset, own) and (kind.__getitem__, kind.__getitems__) == (own.__getitem__, own.__getitems__)
 
 
 def _from_rows(dataset: InMemoryDataset, sample_ids: Iterable[torch.Tensor], device: torch.device) -> Iterator[Batch]:

@@ -102,8 +102,7 @@ def check_precision(layout: Layout, config: RunConfig) -> None:
 
 def check_mesh(layout: Layout, config: RunConfig) -> None:
     """Refuses sizes of parallelism_config that are not supported, or whose product is not the number of processes."""
-    environment = layout.environment
-    if not environment.uses("parallelism_config"):
+    if not (environment := layout.environment).uses("parallelism_config"):
         return
     sizes = {f"{name}_size": environment.mesh_size(name) for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")}
     if sizes["cp_size"] > 1:
@@ -161,13 +160,12 @@ def launch_checks(layout: Layout) -> list[LaunchCheck]:
     """The refusals of a launch. A run raises the first; `accelerate-recipes doctor` lists all."""
     # Strategies that join another one come first: their refusals name it.
     strategies = sorted(strategies_of(layout), key=lambda strategy: strategy.wraps)
-    of_strategies = [check for strategy in strategies for check in strategy.launch_checks]
     return [
         check_launcher,
         check_device,
         check_flags_of_the_loop,
         check_precision,
-        *of_strategies,
+        *(check for strategy in strategies for check in strategy.launch_checks),
         check_mesh,
         check_compiler_of_torch,
     ]

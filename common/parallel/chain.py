@@ -99,16 +99,11 @@ class _Call:
 
 def find_chain(model: nn.Module, forward: Forward, states: Callable[[], Any]) -> tuple[dict[str, int], list[str]]:
     """The chain with the most weights: layers that each get the hidden states of the one before, all of one
-    shape and type. Raises UsageError if there is none, there are two, or its layers draw random numbers.
+    shape and type. Raises UsageError if there is none, there are two, or its layers draw random numbers. Hooks stay on
+    the model. `states`: returns the states of the random generators.
 
-    Args:
-        model: whole; hooks stay on it.
-        forward: a pass.
-        states: returns the states of the random generators.
-
-    Returns:
-        {layer: how many values it returns as a tuple, with the hidden states first; 0: the hidden states}, in the order
-        of the pass; and the attributes that layers set.
+    Returns {layer: how many values it returns as a tuple, with the hidden states first; 0: the hidden states}, in the
+    order of the pass; and the attributes that layers set.
     """
     name, modules = type(model).__name__, dict(model.named_modules())
     lists = {
@@ -189,18 +184,9 @@ def layer_bounds(num_layers: int, num_stages: int) -> list[int]:
 
 def cut_chain(model: nn.Module, chain: Mapping[str, int], num_stages: int, forward: Forward) -> tuple[Cut, list[Any]]:
     """Cuts a model so that a stage holds the weights that its part of a pass uses. These include all that the part
-    depends on apart from the hidden states that it gets, such as a table of positions that all layers get.
-
-    Args:
-        model: whole; hooks stay on it.
-        chain: of the model.
-        num_stages: at most the number of layers.
-        forward: a pass.
-
-    Returns:
-        The cut, and for each stage the hidden states that the next one gets; for the last one what the pass
-        returns.
-    """
+    depends on apart from the hidden states that it gets, such as a table of positions that all layers get. Hooks stay
+    on the model. Returns the cut, and for each stage the hidden states that the next one gets; for the last one what
+    the pass returns. `num_stages`: at most the number of layers."""
     bounds, layers, ends = layer_bounds(len(chain), num_stages), [*map(model.get_submodule, chain)], list[Any]()
     tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     stages: dict[Tensor, set[int]] = {tensor: set() for tensor in tensors.values()}

@@ -141,8 +141,7 @@ def check_section(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
     """Refuses a DeepSpeed section or file that contradicts the command line."""
     section = section_of_config(plan.layout.environment)
     for key, (value, flag) in _settings_of_flags(plan).items():
-        given = section.get(key, "auto")
-        if given not in ("auto", value):
+        if (given := section.get(key, "auto")) not in ("auto", value):
             what = f"deepspeed_config sets {key}: {given}, but {flag} makes it {value}"
             raise UsageError(what, "remove it there", [Edit(key, section="deepspeed_config")])
 

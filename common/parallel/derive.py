@@ -35,14 +35,9 @@ Forward = Callable[[], Any]
 
 
 def derive(model: nn.Module, forward: Forward, size: int, packs: Sequence[int] = PACKS) -> dict[str, str]:
-    """{module or number: style}
-
-    Args:
-        model: whole. Its linear layers have the `forward` of their class.
-        forward: a pass with the same samples and random numbers each time.
-        size: number of processes that share a layer.
-        packs: of `PACKS`.
-    """
+    """{module or number: style} for `size` processes that share a layer. `model`: whole; its linear layers have the
+    `forward` of their class; `forward`: a pass with the same samples and random numbers each time; `packs`: of
+    `PACKS`."""
     passes, plan = _Passes(model, forward), dict[str, str]()
     for columns, rows in passes.pairs():
         # A layer between two others may be the row of one or the column of the other, not both.
@@ -156,8 +151,7 @@ class _Passes:
             for module, key in ((self._modules[name], key) for name, key in numbers):
                 divided.enter_context(patch.object(module, key, getattr(module, key) // size))
             for process in range(size):
-                taken = self._run(partial(give, process))
-                if taken.keys() != self._inputs.keys():
+                if (taken := self._run(partial(give, process))).keys() != self._inputs.keys():
                     return False
                 for call, value in self._inputs.items():
                     if not is_same(taken[call], share(value, 1, process) if call[0] in rows else value):

@@ -367,8 +367,7 @@ class PipelineEngine(Engine):
 
     def _of_all_stages(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         found: list[Any] = [None] * self.plan.layout.pp
-        own = {name: (each.shape, each.dtype) for name, each in tensors.items()}
-        dist.all_gather_object(found, own, self.group)
+        dist.all_gather_object(found, {name: (each.shape, each.dtype) for name, each in tensors.items()}, self.group)
         facts = {name: (process, *fact) for process, of in enumerate(found) for name, fact in of.items()}
         for name, (process, size, dtype) in facts.items():
             is_own = process == self.process

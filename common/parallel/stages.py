@@ -124,8 +124,7 @@ class Stage(nn.Module):
         here = {module for layer in self.layers for module in layer.modules()}
         for number, (name, layer) in enumerate(zip(names, layers)):
             if not start <= number < stop:
-                nothing = partial(_nothing, name)
-                forward = _leave if number >= stop else self._give if number == start - 1 else nothing
+                forward = _leave if number >= stop else self._give if number == start - 1 else partial(_nothing, name)
                 _make_absent(name, layer, partial(self._in_its_pass, name, forward), cut, here, device)
         self._absent: list[tuple[dict[str, Any], str, Absent]] = []  # (a module's weights, a name, its placeholder)
         for name in (name for name, stages in cut.stages_of.items() if index not in stages):

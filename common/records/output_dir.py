@@ -66,8 +66,7 @@ class OutputDir:
                 problem = error
             except OSError as error:  # also of a listing, on a network disk
                 problem = UsageError(f"--output_dir {self.path} cannot be written ({error.strerror}): use another")
-        problem = self.group.broadcast(problem)
-        if problem is not None:
+        if (problem := self.group.broadcast(problem)) is not None:
             raise problem
         if (environment := self.plan.layout.environment).num_machines > 1:
             _check_shared(self.path, self.group, environment.machine_rank)
@@ -110,8 +109,7 @@ class OutputDir:
         """Whether a resumed run has nothing left to do; prints a line if so. The same in all processes."""
         if self.config.resume_from_checkpoint is None:
             return False
-        done = self.group.broadcast(_is_done(self.plan, state))
-        if done and self.group.rank == 0:
+        if (done := self.group.broadcast(_is_done(self.plan, state))) and self.group.rank == 0:
             if (card := read_card(self.path)).pop(TRAINED, False):  # the part that failed runs again
                 replace_card(self.path, card | {"status": "done", "exit_code": 0, "error": None})
             print(f"nothing to do: the run in {self.path} is done; --overwrite_output_dir starts over", flush=True)
@@ -149,8 +147,7 @@ class OutputDir:
         except FileExistsError:  # a file, or a link that leads nowhere
             raise UsageError(f"--output_dir {self.path} is not a folder: use another") from None
         except Timeout:
-            line = f"another run writes to {self.path}: wait for it, or use another --output_dir"
-            raise UsageError(line) from None
+            raise UsageError(f"another run writes to {self.path}: wait for it, or use another --output_dir") from None
         self._check_earlier()
         for left in self.path.glob("run.json.*"):  # by a process that was killed
             left.unlink(missing_ok=True)

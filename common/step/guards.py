@@ -99,8 +99,7 @@ def always_calls(model: nn.Module, values_of: NumberedStep) -> NumberedStep:
 
 def check_no_weights(loss: Tensor, values: Iterable[Tensor]) -> None:
     """Raises UsageError if a loss has gradients for tensors that are not among these values: they would be lost."""
-    others = leaves_of(graph_of([loss])) - set(values)
-    if others:
+    if others := leaves_of(graph_of([loss])) - set(values):
         raise UsageError(
             f"batch_loss uses a weight of shape {tuple(others.pop().shape)} that is not among its values: return it "
             "from the model and from forward_step, expanded to (batch, ...)"
@@ -137,8 +136,7 @@ def graph_of(values: Iterable[Tensor]) -> set[Any]:
     """The nodes of the graph of these values."""
     seen, waiting = set[Any](), [value.grad_fn for value in values]
     while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
+        if (node := waiting.pop()) is not None and node not in seen:
             seen.add(node)
             waiting += [following for following, _ in node.next_functions]
     return seen

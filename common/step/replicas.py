@@ -117,8 +117,7 @@ class Replicas:
             first, *others = [number for number, own in enumerate(bits) if key in own]
             for other in [number for number in others if bits[number][key] != bits[first][key]]:
                 values = group.all_gather(local(tensors[key[0]]).detach().cpu() if rank in (first, other) else None)
-                size = relative_distance(values[other], values[first])
-                if not size <= ROUNDING:
+                if not (size := relative_distance(values[other], values[first])) <= ROUNDING:
                     return (
                         f"process {other} holds a different {key[0]} than process {first}, by {size:.1e} of its size; "
                         f"they agreed after step {self.agreed}. Likely cause: {CAUSES[key[0] in self._buffers]}"

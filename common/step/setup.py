@@ -76,9 +76,8 @@ class Setup:
             forward_step = knows_what_is_trained(model, forward_step)
             if plan.layout.pp == 1:
                 forward_step = always_calls(model, forward_step)
-        if self.batch_loss is None:
-            return forward_step, None
-        return forward_step, BatchLoss(self.batch_loss, self.plan, self.accelerator.device)
+        loss = self.batch_loss
+        return forward_step, None if loss is None else BatchLoss(loss, plan, self.accelerator.device)
 
 
 def compile_if_asked(model: nn.Module, plan: Plan, layers: Sequence[nn.Module] = ()) -> None:

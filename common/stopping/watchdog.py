@@ -146,8 +146,7 @@ class Watchdog:
         answers = {self.group.rank: self._position()}
         self._ask(lambda: self._exchange(answers))
         positions = dict(answers)  # the exchange may continue
-        silent = [rank for rank in range(self.group.size) if rank not in positions]
-        if silent:
+        if silent := [rank for rank in range(self.group.size) if rank not in positions]:
             culprit = f"process {silent[0]} does not answer"
         else:
             # The process with the least progress; on a tie, one that does not wait for others.
