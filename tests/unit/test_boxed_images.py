@@ -195,8 +195,19 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "three numbers": (lambda it: it["annotations"][1].update(bbox=[1, 2, 3]), "expected a bbox of left, top, width"),
     "no number": (lambda it: it["annotations"][1].update(bbox=[1, 2, 3, float("nan")]), "expected a bbox of left"),
     "no box": (lambda it: it["annotations"][1].pop("bbox"), "expected a bbox of left, top, width and height"),
-    "no class": (lambda it: it["annotations"][1].pop("category_id"), "and a known category"),
-    "an unknown class": (lambda it: it["annotations"][1].update(category_id=8), "and a known category"),
+    "no class": (lambda it: it["annotations"][1].pop("category_id"), "a known category"),
+    "an unknown class": (lambda it: it["annotations"][1].update(category_id=8), "a known category"),
+    "a crowd of two": (lambda it: it["annotations"][1].update(iscrowd=2), "perhaps an iscrowd of 0 or 1"),
+    "a crowd by a word": (lambda it: it["annotations"][1].update(iscrowd="no"), "perhaps an iscrowd of 0 or 1"),
+    "only crowds": (
+        lambda it: [each.update(iscrowd=1) for each in it["annotations"]],
+        "for training have only boxes of crowds .iscrowd., which no model learns; use --data digits",
+    ),
+    "another size": (
+        lambda it: it["images"][0].update(width=80, height=40.0),
+        "0.png has 40 x 20 pixels, but its table says 80 x 40: scale the boxes, or use an image of that size",
+    ),
+    "a size without numbers": (lambda it: it["images"][0].update(width="wide"), "is not COCO's JSON .could not"),
     "an unknown image": (lambda it: it["annotations"][1].update(image_id=8), "is not COCO's JSON .8 is missing"),
     "images without names": (lambda it: it["images"][1].pop("file_name"), "is not COCO's JSON .'file_name' is missing"),
     "an image twice": (lambda it: it["images"][1].update(id=0), "is not COCO's JSON .an id occurs twice"),
@@ -219,6 +230,34 @@ def test_wrong_annotations(tmp_path: Path, what: str) -> None:
         for part in load(tmp_path):
             [*samples(part)]
     assert "\n" not in str(raised.value)
+
+
+def test_sizes_and_crowds_in_each_form(tmp_path: Path) -> None:
+    """Sizes that are right, or not given; and false is no crowd, also as a text."""
+    content, sizes = coco(5, FOUND[:1]), ({"width": WIDTH, "height": HEIGHT}, {"width": "40"}, {"height": None})
+    for row, (size, crowd) in enumerate(zip((*sizes, {"width": 0, "height": 0}), ("0", False, None, 0.0))):
+        content["images"][row] |= size
+        content["annotations"][row]["iscrowd"] = crowd
+    (write(tmp_path) / "boxes.json").write_text(json.dumps(content))
+    parts = load(tmp_path)
+    assert sum(len([*samples(part)]) for part in parts) == 5
+    assert not any(is_crowd for part in parts for found in part.objects for *_, is_crowd in found)
+    for crowd in ("1", 1.0, True):
+        content["annotations"][0]["iscrowd"] = crowd
+        (tmp_path / "boxes.json").write_text(json.dumps(content))
+        assert load(tmp_path)[0].objects[0] == [("cat", [4, 5, 20, 10], True)]
+
+
+def test_the_size_of_an_image_before_its_turn(tmp_path: Path) -> None:
+    content, tags = coco(5, FOUND[:1], "{}.jpg"), Image.Exif()
+    tags[274] = 6
+    for row, each in enumerate(content["images"]):
+        each |= {"width": WIDTH, "height": HEIGHT}
+        Image.new("RGB", (WIDTH, HEIGHT)).save(tmp_path / f"{row}.jpg", exif=tags)
+    (tmp_path / "boxes.json").write_text(json.dumps(content))
+    line = "jpg has 20 x 40 pixels, but its table says 40 x 20: its orientation tag may turn it: remove the tag, or"
+    with pytest.raises(UsageError, match=line):
+        samples(load(tmp_path)[0])[0]
 
 
 def test_boxes_as_shares_of_the_image_are_refused(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from .cropped_images import Preprocessing, resize
 ADVICE = "use --data digits for the embedded images, or the path of a folder"
 CATEGORIES = "category", "categories", "category_id", "label"  # possible names of an object's class
 PADDING = -1  # in the place of a class
+CROWDS = {None: False, 0: False, 1: True, "0": False, "1": True}  # {what "iscrowd" may be: whether it is one}
 
 Object = tuple[str, list[float], bool]  # (class, [left, top, width, height] in pixels, whether it is a crowd)
 
@@ -37,6 +38,7 @@ class Boxed:
     objects: list[list[Object]]  # of each image
     classes: list[str]
     rows: Sequence[int]  # the numbers of the images that belong to this part
+    sizes: Sequence[tuple[float, float]] = ()  # width and height of each image by its table, perhaps 0; or of none
 
 
 @dataclass(eq=False, repr=False)
@@ -57,6 +59,12 @@ class BoxedImages(Dataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         row = self.source.rows[index]
         image, objects = self.source.images[row].convert("RGB"), self.source.objects[row]
+        if self.source.sizes and all(said := self.source.sizes[row]) and said != image.size:
+            name = f"{self.source.images.name(row)} has {image.width} x {image.height} pixels"
+            advice = "scale the boxes, or use an image of that size"
+            if said == image.size[::-1]:
+                advice = "its orientation tag may turn it: remove the tag, or turn the boxes"
+            raise UsageError(f"{name}, but its table says {said[0]:g} x {said[1]:g}: {advice}")
         cut, is_mirrored, colours = variation(image.width, image.height, self.flags)
         size, (start, end) = torch.tensor(image.size), torch.tensor(cut).view(2, 2)
         boxes = torch.tensor([box for _, box, _ in objects]).view(-1, 2, 2)  # left and top, width and height
@@ -96,21 +104,23 @@ def load_boxed_images(data: str, image_column: str, objects_column: str) -> tupl
     for table in [] if parts else load_tables(data, ADVICE, None, lambda table: table.has_classes(objects_column)):
         table.check_columns({"--image_column": image_column, "--objects_column": objects_column})
         names = _names_of_classes(table.kinds.get(objects_column))
-        parts.append((files_in(data, table, image_column), table.values(objects_column), names))
-    images, objects = [ImageFiles(data, files) for files, _, _ in parts], list[list[list[Object]]]()
-    for part, (_, cells, names) in zip(images, parts):
+        parts.append((files_in(data, table, image_column), table.values(objects_column), names, ()))
+    images, objects = [ImageFiles(data, files) for files, *_ in parts], list[list[list[Object]]]()
+    for part, (_, cells, names, _) in zip(images, parts):
         objects.append([_objects_in(cell, names, part.name(row)) for row, cell in enumerate(cells)])
     is_flat = [min(box[2:]) <= 0 for part in objects for found in part for _, box, _ in found]
     if any(is_flat):
         say(f"--data {data}: left out: {sum(is_flat):,} of {len(is_flat):,} boxes, without width or height")
         objects = [[[each for each in found if min(each[1][2:]) > 0] for found in part] for part in objects]
-    if not (labels := [label for part in objects for found in part for label, _, _ in found]):
-        raise UsageError(f"--data {data}: its images have no boxes; {ADVICE}")
+    labels = [label for part in objects for found in part for label, _, _ in found]
+    if all(is_crowd for found in objects[0] for *_, is_crowd in found):
+        what = "only boxes of crowds (iscrowd), which no model learns" if any(objects[0]) else "no boxes"
+        raise UsageError(f"--data {data}: its images for training have {what}; {ADVICE}")
     if max(max(box) for part in objects for found in part for _, box, _ in found) <= 1:
         raise UsageError(f"--data {data}: no number of its boxes is above 1: expected pixels, not shares of the image")
-    declared = [name for *_, names in parts for name in (names or {}).values()]
+    declared = [name for *_, names, _ in parts for name in (names or {}).values()]
     classes = [*dict.fromkeys(declared + in_order(labels))]
-    sets = [Boxed(of, found, classes, range(len(found))) for of, found in zip(images, objects)]
+    sets = [Boxed(of, each, classes, range(len(each)), part[-1]) for of, each, part in zip(images, objects, parts)]
     if len(sets) == 1:
         sets = [replace(sets[0], rows=ids.tolist()) for ids in hold_out(len(sets[0].rows), one_in=5)]
     sizes = f"{len(sets[0].rows):,} images for training, {len(sets[1].rows):,} for evaluation"
@@ -119,8 +129,8 @@ def load_boxed_images(data: str, image_column: str, objects_column: str) -> tupl
 
 
 def _beside_images(data: str, folder: Path, files: list[Path], objects_column: str) -> list[Any]:
-    """(paths of the images, the objects of each, names of the classes) for training and perhaps for evaluation, from
-    the tables among these files; [] if there are none. Raises UsageError."""
+    """(paths of the images, the objects of each, names of the classes, sizes of the images) for training and perhaps
+    for evaluation, from the tables among these files; [] if there are none. Raises UsageError."""
     parts: dict[str, Any] = {}  # {split: (table, paths of images, other contents)}
     top = folder.parent if folder.name == "annotations" else folder
     for table in files:
@@ -137,7 +147,7 @@ def _beside_images(data: str, folder: Path, files: list[Path], objects_column: s
             raise UsageError(
                 f"{table} names the image {name}: no such file next to it, in images, or in {places[-1].name}"
             )
-        parts[split] = table, [str(way[0]) for way in ways], [*found[1]], found[2]
+        parts[split] = table, [str(way[0]) for way in ways], [*found[1]], *found[2:]
     chosen = labelled_splits(
         data,
         names_of_splits(data, parts),
@@ -150,12 +160,12 @@ def _beside_images(data: str, folder: Path, files: list[Path], objects_column: s
     return [part for _, *part in chosen]
 
 
-def _read_table(path: Path, objects_column: str) -> tuple[Iterable[Any], Iterable[Any], dict[Any, str] | None] | None:
-    """(names of images, the objects of each, names of the classes) in a file, or None. Raises UsageError."""
+def _read_table(path: Path, objects_column: str) -> tuple[Iterable[Any], Iterable[Any], Any, list[Any]] | None:
+    """(names of images, the objects of each, names of the classes, sizes) in a file, or None. Raises UsageError."""
     if path.name == "metadata.jsonl":
         table = table_of(str(path), [path], None, {})
         table.check_columns({"--objects_column": objects_column})
-        return table.values(FILE_NAME), table.values(objects_column), None
+        return table.values(FILE_NAME), table.values(objects_column), None, []
     if path.suffix.lower() != ".json":
         return None
     try:
@@ -169,7 +179,8 @@ def _read_table(path: Path, objects_column: str) -> tuple[Iterable[Any], Iterabl
         objects: dict[Any, list[Any]] = {number: [] for number in files}
         for each in content["annotations"]:
             objects[each["image_id"]].append(each)
-        return files.values(), objects.values(), {each["id"]: str(each["name"]) for each in kinds}
+        sizes = [(float(image.get("width") or 0), float(image.get("height") or 0)) for image in content["images"]]
+        return files.values(), objects.values(), {each["id"]: str(each["name"]) for each in kinds}, sizes
     except (ValueError, RecursionError, LookupError, TypeError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else first_line(error)
         raise UsageError(
@@ -198,10 +209,10 @@ def _objects_in(cell: Any, names: dict[Any, str] | None, image: str) -> list[Obj
             label = text_of_cell(value) if names is None else names[value]
             if label is None or len(box) != 4 or not math.isfinite(math.fsum(box)):
                 raise ValueError
-            objects.append((label, [*map(float, box)], bool(row.get("iscrowd"))))
+            objects.append((label, [*map(float, box)], CROWDS[row.get("iscrowd")]))
         return objects
     except Exception:  # any error: the cell may hold anything
         raise UsageError(
             f"{image}: an object is {printable(str(row)[:90])}: expected a bbox of left, top, width and height in "
-            "pixels, and a known category"
+            "pixels, a known category, and perhaps an iscrowd of 0 or 1"
         ) from None
