@@ -131,6 +131,11 @@ def test_names_of_classes(tmp_path: Path) -> None:
     train, _ = load(tmp_path, names=str(tmp_path / "names.json"))
     with pytest.raises(UsageError, match=r"images/\d.png: its mask has 2, and --class_names does not"):
         samples(train)[0]
+    (tmp_path / "names.json").write_text(json.dumps({"0": "sky", "1": "road", "2": "sky"}))
+    with pytest.raises(UsageError, match=r"names.json has several classes called sky: give each its own name"):
+        load(tmp_path, names=str(tmp_path / "names.json"))
+    (tmp_path / "names.json").write_text(json.dumps({"0": "sky", "1": "road", "255": "sky"}))
+    assert load(tmp_path, names=str(tmp_path / "names.json"))[0].classes == {0: "sky", 1: "road"}  # 255 does not count
     (tmp_path / "names.json").write_text("[]")
     with pytest.raises(UsageError, match="expected a JSON file such as"):
         load(tmp_path, names=str(tmp_path / "names.json"))
@@ -193,6 +198,14 @@ def test_wrong_masks(tmp_path: Path) -> None:
     (tmp_path / "other" / "masks" / "a.png").rename(tmp_path / "other" / "masks" / "b.png")
     with pytest.raises(UsageError, match=r"no images in folder image\(s\) with masks of their names in mask\(s\)"):
         load(tmp_path / "other")
+
+
+def test_two_images_of_one_mask(tmp_path: Path) -> None:
+    for name in range(5):
+        write(tmp_path / f"{name}.png", halves(1, 2))
+    Image.new("L", (SIZE, SIZE)).save(tmp_path / "images" / "3.jpg")
+    with pytest.raises(UsageError, match=r"images/3.(png|jpg) are called 3, up to the ending: remove one"):
+        load(tmp_path)
 
 
 def test_a_table_names_files_from_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -124,6 +124,10 @@ def test_tables_with_paths(tmp_path: Path, capfd: Out, ending: str) -> None:
         save()
         with pytest.raises(UsageError, match=f"row 4 names 7: no such file in {tmp_path}"):
             load(file)
+        rows[3]["audio"] = {"array": [0.25] * 999, "sampling_rate": RATE}  # type: ignore[assignment]
+        save()
+        with pytest.raises(UsageError, match=r"row 4 holds an array, {'array': .{0,80}: expected a file$"):
+            load(file)
     with pytest.raises(UsageError, match="has no column sound: use --audio_column with one of audio, text"):
         load_recordings(str(file), "sound", "text", str.strip)
 
@@ -197,6 +201,9 @@ def test_no_recordings(tmp_path: Path) -> None:
     assert line({"bytes": None, "path": None}) == without
     for name in ("empty", "nan"):
         assert line(str(tmp_path / f"{name}.wav")).startswith("x.wav is empty, or has numbers")
+    for rate in (1, 999, 384_001):
+        soundfile.write(tmp_path / "rate.wav", sine(RATE), rate)
+        assert line(str(tmp_path / "rate.wav")).startswith(f"x.wav has {rate:,} samples per second: expected 1,000")
     with pytest.raises(UsageError, match=r"no data there; expected metadata.csv or metadata.jsonl"):
         (tmp_path / "folder").mkdir()
         load(tmp_path / "folder")

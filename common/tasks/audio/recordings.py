@@ -132,7 +132,10 @@ def open_recording(file: Any, name: str) -> Recording:
     except (RuntimeError, OSError, TypeError) as error:
         reason = "it has neither bytes nor a path" if file is None else first_line(error)
         raise UsageError(f"{name} cannot be read ({reason}): expected WAV, FLAC, OGG or MP3") from None
-    if not len(wave := waves.mean(1)) or not math.isfinite(wave.sum()):
+    if not 1000 <= rate <= 384_000:  # to resample takes minutes
+        raise UsageError(f"{name} has {rate:,} samples per second: expected 1,000 to 384,000; correct its header")
+    wave = waves.mean(1)
+    if not len(wave) or not math.isfinite(wave.sum()):
         raise UsageError(f"{name} is empty, or has numbers that are not finite: remove it")
     return Recording(wave, rate, name)
 

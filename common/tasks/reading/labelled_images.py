@@ -56,8 +56,8 @@ class ImageFiles:
 
     def name(self, index: int) -> str:
         """The path of an image, or its row."""
-        is_path, row = isinstance(self.files, list), f"--data {self.data}: the {self.what} in row {index + 1}"
-        return self.files[index] if is_path else row
+        row = f"--data {self.data}: the {self.what} in row {index + 1}"
+        return self.files[index] if isinstance(self.files, list) and isinstance(self.files[index], str) else row
 
 
 def files_in(data: str, table: Table, column: str) -> Any:
@@ -68,8 +68,12 @@ def files_in(data: str, table: Table, column: str) -> Any:
     folder, paths = path.parent if path.is_file() else path, list[Any]()
     for row, file in enumerate(files, start=1):
         paths.append(str(local_path(file, folder)) if isinstance(file, str) else file)
-        if not isinstance(file, str | bytes | dict) or (isinstance(file, str) and not Path(paths[-1]).is_file()):
-            raise UsageError(f"--data {table.name}: row {row} names {file}: no such file in {folder}")
+        is_there = Path(paths[-1]).is_file() if isinstance(file, str) else isinstance(file, bytes)
+        if not (is_there or (isinstance(file, dict) and (file.get("bytes") or file.get("path")))):
+            facts = f"names {file}: no such file in {folder}"
+            if isinstance(file, list | dict):
+                facts = f"holds an array, {printable(str(file)[:80])}: expected a file"
+            raise UsageError(f"--data {table.name}: row {row} {facts}")
     return paths
 
 

@@ -1,6 +1,7 @@
 """Images with masks, which have a class for each pixel: in two folders, in parquet files, or on the Hub."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -122,6 +123,8 @@ def load_masked_images(
             f"--data {data}: the masks have {len(classes):,} classes besides --ignored_class {ignored}: expected two "
             "or more (--ignored_class -1 ignores none)"
         )
+    if twice := [name for name, number in Counter(classes.values()).items() if number > 1]:
+        raise UsageError(f"--class_names {class_names} has several classes called {twice[0]}: give each its own name")
     images = [ImageFiles(data, files) for files, _ in parts]
     sets = [Masked(*both, classes, range(len(both[1]))) for both in zip(images, masks)]
     if len(sets) == 1:
@@ -143,7 +146,9 @@ def _in_folders(data: str, folder: Path, images: str, masks: str) -> list[Any]:
         if kind := next((kinds[part.lower()] for part in parents if part.lower() in kinds), None):
             split = split_of(Path(file).parent) or "train"
             name = "/".join([part for part in parents if part.lower() not in kinds] + [Path(file).stem])
-            found.setdefault(split, {}).setdefault(kind, {})[name] = str(folder / file)
+            path = found.setdefault(split, {}).setdefault(kind, {}).setdefault(name, str(folder / file))
+            if path != str(folder / file):
+                raise UsageError(f"--data {data}: {path} and {file} are called {name}, up to the ending: remove one")
     parts = []
     for split in labelled_splits(data, names_of_splits(data, found), found.__getitem__, lambda split: masks in split):
         pairs = [split.get(kind, {}) for kind in (images, masks)]
