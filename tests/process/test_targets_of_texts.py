@@ -173,7 +173,7 @@ def test_a_text_is_classified(tmp_path: Path) -> None:
         ("--target probability --label_column number", "in column number is not one: use --target number"),
         (
             "--data {folder}/one.jsonl --target number --label_column number",
-            "evaluation texts all have the same number: expected different ones",
+            "all numbers for training are the same (-1.0): expected different ones",
         ),
         ("--data stdlib --target number", "--data stdlib has single texts with one class each: use the path of a file"),
     ],

@@ -58,6 +58,8 @@ def damage(folder: Path, kind: str) -> None:
         (folder / "t10k-labels-idx1-ubyte").unlink()
     elif kind == "labels of another set":
         write_idx(folder / "t10k-labels-idx1-ubyte", numpy.zeros(49))
+    elif kind == "one class":
+        write_idx(folder / "train-labels-idx1-ubyte", numpy.full(256, 7))
     elif kind == "sizes":
         write_idx(folder / "t10k-images-idx3-ubyte", numpy.zeros((50, 8, 8)))
     elif kind == "empty":
@@ -74,6 +76,7 @@ def damage(folder: Path, kind: str) -> None:
         ("wrong magic", "train-images-idx3-ubyte is not an IDX file of bytes with 3 dimensions"),
         ("missing", "t10k-labels-idx1-ubyte: no such file, and no"),
         ("labels of another set", "t10k-images has 50 images but t10k-labels has 49 labels"),
+        ("one class", "all labels for training are the same (7): expected different ones"),
         ("sizes", "training images are 12 x 12, test images 8 x 8: expected one size"),
         ("empty", "no data there; expected a folder with a sub-folder for each class"),
     ],

@@ -87,6 +87,17 @@ def test_head_without_names_takes_those_of_the_data(
     assert "head" not in capsys.readouterr().out
 
 
+def test_head_whose_names_have_gaps_is_new(classifier: Callable[..., Any], tmp_path: Path, capsys: Out) -> None:
+    """Then it is not known which output has which name."""
+    before, path = classifier(["neg", "x", "pos"]), tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"id2label": {"0": "neg", "5": "pos", "2": "x"}}))
+    for classes in (["neg", "pos"], ["neg", "pos", "x"]):
+        model = read(tmp_path, classes)
+        assert names_of(model.config) == classes and len(model.classifier.weight) == len(classes)
+        assert not torch.equal(model.classifier.weight[:2], before.classifier.weight[:2])
+        assert "knows neg as output 0, x as output 2, pos as output 5; the data has neg, " in capsys.readouterr().out
+
+
 def test_counts_of_classes() -> None:
     assert count_by_class(["b", "a", "c"], [0, 0, 1]) == "3 classes: b 2, a 1, c 0"
 

@@ -182,6 +182,7 @@ def test_numbers_are_ordered_as_numbers(tmp_path: Path, names: list[object], ord
         (["Good", "good", "bad"], ["bad"], "'Good' and 'good'"),
         (["a", "b"], ["b", "c"], "classes of the evaluation that no text for training has: c"),
         (["-1", "0", "1"], ["0"], "a class like any other here, although it may mean no class: -1"),
+        (["-100", "0"], ["0", "-1"], "a class like any other here, although it may mean no class: -1, -100"),
     ],
 )
 def test_classes_that_may_be_a_mistake(

@@ -184,6 +184,18 @@ def test_squad_s_own_file(tmp_path: Path, indent: int | None) -> None:
         assert [(one.text, list(one.answers)) for one in part] == 2 * [("what ate", [("dog", 32)]), ("what flew", [])]
 
 
+@pytest.mark.parametrize("flag", [True, "True", 1])
+def test_an_impossible_question_has_no_answer(tmp_path: Path, flag: object) -> None:
+    """Also if the data give one, in a table or in SQuAD's own file."""
+    rows = [ROWS[0] | {"context": TEXT + str(number), "is_impossible": flag if number else ""} for number in range(3)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    articles = [{"paragraphs": [{"context": row["context"], "qas": [row]} for row in rows]}]
+    (tmp_path / "squad.json").write_text(json.dumps({"data": articles}))
+    for name in ("rows.jsonl", "squad.json"):
+        found = [one for part in load_questions(str(tmp_path / name)) for one in part]
+        assert {one.context[-1]: len(one.answers) for one in found} == {"0": 1, "1": 0, "2": 0}
+
+
 @pytest.mark.parametrize(
     ("answers", "line"),
     [

@@ -250,7 +250,9 @@ def test_a_part_without_labels_of_other_tasks(tmp_path: Path, empty: Any) -> Non
     cells |= {"context": "a b", "question": "?", "answers": {"text": ["b"], "answer_start": [2]}}
     cells |= {"query": "a", "document": "b", "prompt": "a", "completion": "b", "chosen": "b", "rejected": "c"}
     cells |= {"messages": [asked, answered], "images": ["a.png"]}
-    rows: list[dict[str, object]] = [cells | {"context": f"a b {number}"} for number in range(4)]
+    rows: list[dict[str, object]] = [
+        cells | {"context": f"a b {number}", "document": f"b {number}"} for number in range(4)
+    ]
     labels = dict.fromkeys(("tags", "translation", "answers", "document", "completion", "chosen", "rejected"), empty)
     labels |= {"messages": [asked]}
     given = {name: cell for name, cell in cells.items() if name not in labels} if empty == "missing" else cells | labels
@@ -266,6 +268,20 @@ def test_a_part_without_labels_of_other_tasks(tmp_path: Path, empty: Any) -> Non
     assert [len(load_chats(str(tmp_path), tokenizer, 99, column)[1]) for column in ("messages", "none")] == [3, 3]
     assert len(preferences.load_pairs(str(tmp_path), tokenizer, 99)[1]) == 6
     assert len(load_vision_chats(str(tmp_path), "messages", "images")[1].rows) == 3
+
+
+def test_pairs_from_which_nothing_can_be_learnt(tmp_path: Path) -> None:
+    """Equal documents without negatives, and equal scores."""
+    pairs: list[dict[str, object]] = [{"query": f"q{number}", "document": "d", "score": 1.0} for number in range(20)]
+    labelled(tmp_path / "a.jsonl", pairs)
+    with pytest.raises(UsageError, match=r"all documents for training are the same \(d\): expected different ones"):
+        load_pairs(str(tmp_path / "a.jsonl"))
+    with pytest.raises(UsageError, match=r"all scores for training are the same \(1.0\): expected different ones"):
+        load_pairs(str(tmp_path / "a.jsonl"), score_column="score")
+    labelled(tmp_path / "a.jsonl", [pair | {"negative": "n"} for pair in pairs])
+    assert len(load_pairs(str(tmp_path / "a.jsonl"))[0]) == 18
+    labelled(tmp_path / "a.jsonl", [pair | {"score": number} for number, pair in enumerate(pairs)])
+    assert len(load_pairs(str(tmp_path / "a.jsonl"), score_column="score")[0]) == 18
 
 
 def test_images_of_a_part_without_classes(tmp_path: Path) -> None:

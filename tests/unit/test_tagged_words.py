@@ -30,10 +30,11 @@ def load(path: Path, word: str = "tokens", tag: str = "ner_tags") -> list[tuple[
 def test_conll_file(tmp_path: Path, separator: str) -> None:
     lines = ["-DOCSTART- -X- O", ""]
     for words, tags in SENTENCES:
-        lines += [*(f"{word}{separator}x{separator}{tag}" for word, tag in zip(words, tags)), "", ""]
+        lines += [*(f"{word}{separator}x{tag}{separator}{tag}" for word, tag in zip(words, tags)), "", ""]
     (tmp_path / "a.conll").write_text("\n".join(lines[:-2]))  # the last line of the file ends the last sentence
     assert load(tmp_path / "a.conll") == SENTENCES
-    assert [tags for _, tags in load(tmp_path / "a.conll", tag="2")] == [["x"] * 4, ["x"] * 2]
+    found = [tags for _, tags in load(tmp_path / "a.conll", tag="2")]
+    assert found == [[f"x{tag}" for tag in tags] for _, tags in SENTENCES]
 
 
 def test_universal_dependencies(tmp_path: Path) -> None:
@@ -109,6 +110,7 @@ def test_tables(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, caps
         ("a.docx", "a O", "its name must end with one of"),
         ("a.conll", "a\tO\nb\t\n\nc\tO\n", "line 2 has no word or no tag: b"),
         ("a.conll", "a\tO\n\tO\n\nc\tO\n", "line 2 has no word or no tag: "),
+        ("a.conll", "a\tO\n\nb\tO\n", "all tags are the same (O): expected different ones"),
     ],
 )
 def test_broken_files(tmp_path: Path, name: str, text: str, line: str) -> None:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     Dinov2Config,
@@ -104,6 +105,15 @@ def test_settings_that_say_nothing_are_named(tmp_path: Path, name: str, text: st
     (tmp_path / name).write_text(text)
     with pytest.raises(UsageError, match=re.escape(line)):
         load_pretrained(str(tmp_path), 16, "sdpa")
+
+
+def test_a_model_of_three_classes_answers_no_questions(tmp_path: Path) -> None:
+    write_encoder(tmp_path)
+    set_in(tmp_path / "config.json", id2label={"0": "a", "1": "b", "2": "c"}, label2id={"a": 0, "b": 1, "c": 2})
+    with pytest.raises(UsageError, match="num_labels in its config is 3, expected 2: remove id2label and label2id"):
+        load_encoder(AutoModelForQuestionAnswering, str(tmp_path), 16)
+    write_encoder(tmp_path)
+    assert load_encoder(AutoModelForQuestionAnswering, str(tmp_path), 16)[0].qa_outputs.out_features == 2
 
 
 def test_models_without_sdpa_are_told_of_eager(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 from ...data.facts import count_by_class, say
 from ...errors import UsageError
 from ..models.tokenization import rows_with_tokens
-from ..reading.labelled import Labelled, flatten, say_odd_classes, with_same_classes
+from ..reading.labelled import Labelled, check_differ, flatten, say_odd_classes, with_same_classes
 from ..reading.rows import Table, parts_of_cell, rows_with_text, text_of_cell
 from ..reading.sources import STDLIB, divide, load_tables
 
@@ -97,10 +97,8 @@ def load_labelled_texts(
             "classes: expected both, and two or more classes"
         )
     if is_number:
-        if min(len({*part}) for part in labels) < 2:  # such as a test split with hidden numbers
-            raise UsageError(
-                f"--data {data}: the training or evaluation texts all have the same number: expected different ones"
-            )
+        for part, task in zip(labels, ("training", "evaluation")):  # such as a test split with hidden numbers
+            check_differ(data, part, f"numbers for {task}")
         train, evaluation = (Labelled(*each, ["LABEL_0"]) for each in zip(texts, labels))
         return train, evaluation
     both = [Labelled.of_names(*each, declared) for each in zip(texts, labels)]

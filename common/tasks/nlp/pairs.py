@@ -12,6 +12,7 @@ from ...data.facts import say
 from ...data.sets import ListDataset
 from ...errors import UsageError
 from ..models.tokenization import rows_with_tokens
+from ..reading.labelled import check_differ
 from ..reading.rows import Table, rows_with_text
 from ..reading.sources import HELD_OUT, STDLIB, divide, load_tables
 
@@ -96,6 +97,8 @@ def load_pairs(
             f"--data {data} has {len(train)} training and {len(evaluation)} evaluation pairs: expected two or more "
             f"of each, so {2 * HELD_OUT} rows if it has no evaluation part"
         )
+    others = [pair.score if score_column else text for pair in train for text in pair.texts[1:]]
+    check_differ(data, others, "scores for training" if score_column else "documents for training")
     return train, evaluation
 
 

@@ -20,6 +20,7 @@ from ..reading.sources import hold_out, load_tables
 
 QUESTIONS_PER_CALL = 1000  # of the tokenizer, whose lists are large
 NOWHERE = -1, -1  # the place of a token that is not part of the text
+IMPOSSIBLE = "is_impossible"  # SQuAD's column: whether a question has no answer, whatever is in its answers
 ADVICE = "use --data stdlib for the embedded questions, or the path of a .csv, .json, .jsonl or .parquet file"
 
 
@@ -156,12 +157,14 @@ def _rows(table: Table, context: str, question: str, answers: str) -> list[Quest
     if "data" in table.column_names and context not in table.column_names:
         with suppress(TypeError, KeyError):  # SQuAD's own file
             paragraphs = [each for cell in table.values("data") for article in cell for each in article["paragraphs"]]
-            asked = [(it["context"], one["question"], one.get("answers")) for it in paragraphs for one in it["qas"]]
-            columns = [context, question, answers]
-            table = replace(table, column_names=columns, rows=[dict(zip(columns, cells)) for cells in asked])
+            asked = [one | {"context": it["context"]} for it in paragraphs for one in it["qas"]]
+            context, question, answers = "context", "question", "answers"
+            table = replace(table, column_names=[context, question, answers, IMPOSSIBLE], rows=asked)
     table.check_columns({"--context_column": context, "--question_column": question, "--answers_column": answers})
     starts = table.values("answer_start") if "answer_start" in table.column_names else repeat(None)  # of texts
-    rows = rows_with_text(table, context, question, beside=[*zip(count(1), table.values(answers), starts)])
+    none = table.texts(IMPOSSIBLE) if IMPOSSIBLE in table.column_names else repeat(None)
+    cells = [None if (text or "").lower() in ("true", "1") else cell for text, cell in zip(none, table.values(answers))]
+    rows = rows_with_text(table, context, question, beside=[*zip(count(1), cells, starts)])
     return [
         Question(asked, text, _answers(cell, start, text, f"--data {table.name}, row {row}"))
         for text, asked, (row, cell, start) in rows

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.utils.data import Subset
 
-from ...data.facts import say, shorten
+from ...data.facts import printable, say, shorten
 from ...errors import UsageError
 
-NO_CLASS = "-1"  # in data sets with a part that has no classes
+NO_CLASS = {"-1", "-100"}  # in data sets with a part that has no classes
 MANY = 20  # classes: from this number on, each needs two samples
 
 
@@ -90,6 +90,13 @@ def with_same_classes(data: str, parts: Sequence[Labelled], what: str) -> list[L
     return [part.reorder(classes) for part in parts]
 
 
+def check_differ(data: Any, values: Iterable[Any], what: str) -> None:
+    """Raises UsageError if all values are equal: then there is nothing to learn, or to measure."""
+    if len(found := {*values}) == 1:
+        value = printable(str(found.pop())[:80])
+        raise UsageError(f"--data {data}: all {what} are the same ({value}): expected different ones")
+
+
 def say_odd_classes(data: str, parts: Sequence[Labelled], what: str) -> None:
     """Prints what may be a mistake: classes that training lacks, that look alike, or that may mean no class."""
     classes = parts[0].classes
@@ -103,7 +110,7 @@ def say_odd_classes(data: str, parts: Sequence[Labelled], what: str) -> None:
         "classes that look alike, but count as different": [
             " and ".join(map(ascii, names)) for names in alike.values() if len(names) > 1
         ],
-        "a class like any other here, although it may mean no class": [NO_CLASS] * (NO_CLASS in trained | evaluated),
+        "a class like any other here, although it may mean no class": sorted(NO_CLASS & (trained | evaluated)),
     }.items():
         if found:
             say(f"--data {data}: {line}: {shorten(found)}")
@@ -154,6 +161,8 @@ def classes_of_model(name_or_path: str, classes: list[str]) -> tuple[list[str], 
     except Exception:  # the library raises dozens of types; loading the model says what is wrong
         return classes, False
     names = names_of(config)
+    if (keys := sorted(config.id2label)) != [*range(len(names))]:  # it is not known which output has which name
+        names = [f"{name} as output {key}" for key, name in zip(keys, names)]
     if all(names.count(name) == 1 for name in classes):
         return names, False
     if all(name == f"LABEL_{number}" for number, name in enumerate(names)):

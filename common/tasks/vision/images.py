@@ -19,6 +19,7 @@ from ...environment import Environment
 from ...errors import UsageError
 from ...files import read_file
 from ..reading.image_decoding import Opener
+from ..reading.labelled import check_differ
 from ..reading.labelled_images import load_image_splits
 from ..reading.sources import check_not_streamed, hold_out, sklearn_file
 from ..reading.text_files import local_path, open_bytes
@@ -110,6 +111,7 @@ def _load_idx(place: Path) -> tuple[ImageDataset, ImageDataset]:
     if train[0].shape[1:] != test[0].shape[1:]:
         sizes = [" x ".join(map(str, images.shape[2:])) for images, _ in sets]
         raise UsageError(f"{place}: training images are {sizes[0]}, test images {sizes[1]}: expected one size")
+    check_differ(place, train[1].tolist(), "labels for training")
     num_classes = int(max(train[1].max(), test[1].max())) + 1
     return ImageDataset(*train, num_classes), ImageDataset(*test, num_classes)
 
