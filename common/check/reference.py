@@ -80,7 +80,7 @@ class ReferenceRun:
         plan = replace(setup.plan.of_one_process(), config=config)
         device, model, optimizer = setup.accelerator.device, setup.model, setup.optimizer
         functions = [each for each in (setup.forward_step, setup.batch_loss, plan.schedule) if each is not None]
-        observer = Observer(first_pass)
+        observer = Observer(first_pass, setup.plan.layout)
         with (
             _threads_of_all(model, setup.plan.layout.environment.local_world_size),
             one_process(setup.accelerator),

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..data.sets import Batch, NumberedStep
 from ..errors import UsageError
+from ..layout import Layout
 from ..parallel.absent import Absent
 from ..parallel.strategies import strategies_of
 from ..step.engine import Engine, StepResult
@@ -46,6 +47,7 @@ class Observer:
     """Records what an engine does."""
 
     first_pass: FirstPass | None  # filled by the first forward pass of a first step; None: something else has filled it
+    layout: Layout | None = None  # of a run that this one repeats on one process; None: the engine's own
     _own: Step | None = None  # what the step has done so far
 
     def watch(self, setup: Setup) -> Setup:
@@ -101,14 +103,13 @@ class Observer:
                 own.values[row] |= on_cpu(engine.batch_loss(values, number))
         if share is not None:
             share.check_same(values)
-        layout = engine.plan.layout
+        layout = self.layout or engine.plan.layout
         if layout.num_processes > 1 and any(strategy.needs_all_weights for strategy in strategies_of(layout)):
             names = ["loss"] if engine.batch_loss is None else list(values if share is None else share.gradients)
             here = [each for each in module.named_parameters() if not isinstance(each[1], Absent)]
             check_all_used(
                 {name: weight for name, weight in here if weight.requires_grad},
                 [values[name] for name in names],
-                engine.accelerator.process_index,
             )
         return values
 

@@ -106,7 +106,7 @@ def check_no_weights(loss: Tensor, values: Iterable[Tensor]) -> None:
         )
 
 
-def check_all_used(trained: Mapping[str, Tensor], values: Sequence[Tensor], rank: int) -> None:
+def check_all_used(trained: Mapping[str, Tensor], values: Sequence[Tensor]) -> None:
     """Raises UsageError for a trained weight that does not affect these values of a forward pass. One process leaves
     such a weight unchanged; DDP and FSDP wait for its gradient, and ZeRO applies weight decay to it."""
     graph = graph_of(values)
@@ -116,7 +116,7 @@ def check_all_used(trained: Mapping[str, Tensor], values: Sequence[Tensor], rank
         return
     unused = [name for weight, name in weights.items() if weight not in used]
     what = unused[0] if len(unused) + len(used) == len(weights) else f"{len(weights) - len(used)} of its weights"
-    raise not_used(f"the forward pass of process {rank} does not use {what}")
+    raise not_used(f"a forward pass does not use {what}")
 
 
 def not_used(what: str) -> UsageError:
