@@ -53,10 +53,30 @@ def test_folder_with_texts(tmp_path: Path, capfd: Out) -> None:
     left = capfd.readouterr().out
     assert "files without the name of a recording: 1, such as train/notes.txt" in left
     assert "recordings that metadata.csv does not name: 2, such as train/4.wav" in left
-    with pytest.raises(UsageError, match=r"the recordings in .*train have no texts: expected metadata.csv or"):
-        load(tmp_path, "transcription")
+    with pytest.raises(
+        UsageError, match=r"train/metadata.csv has no column words: use --text_column with one of file_n"
+    ):
+        load(tmp_path, "words")
     (tmp_path / "train" / "0.wav").unlink()
     with pytest.raises(UsageError, match=r"train/metadata.csv: row 1 names 0.wav: no such file"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["metadata.csv", "metadata.jsonl"])
+def test_files_without_a_text_are_left_out(tmp_path: Path, capfd: Out, name: str) -> None:
+    names = write(tmp_path)
+    texts = ["" if row % 4 == 0 else f"text {row}" for row in range(10)]
+    lines = ["file_name,text", *map(",".join, zip(names, texts))]
+    if name == "metadata.jsonl":
+        lines = [json.dumps({"file_name": file} | ({"text": text} if text else {})) for file, text in zip(names, texts)]
+    (tmp_path / name).write_text("\n".join(lines))
+    parts = load(tmp_path)
+    assert sorted(text for part in parts for text in part.labels) == sorted(filter(None, texts))
+    for part in parts:
+        assert all(Path(one.name).stem == text[-1] for one, text in zip(part.samples, part.labels))
+    assert "3 of 10 recordings have no text: left out" in capfd.readouterr().out
+    (tmp_path / name).unlink()
+    with pytest.raises(UsageError, match=r"the recordings in .* have no texts: expected metadata.csv or"):
         load(tmp_path)
 
 

@@ -182,6 +182,15 @@ BROKEN = [
     ("a.csv", b"text,label\n", "has no rows"),
     ("a.csv.gz", gzip.compress(b"text,label\n" * 9999)[:50], "is damaged"),
     ("a.csv.zst", b"text", "cannot be read: ZSTD decompress failed"),
+    ("a.csv", gzip.compress(b"text"), "is compressed: rename it to a.csv.gz, or unpack it"),
+    ("a.csv.gz", gzip.compress(gzip.compress(b"text")), "is compressed: rename it to a.csv.gz.gz, or unpack it"),
+    ("a.jsonl", bz2.compress(b"text"), "is compressed: rename it to a.jsonl.bz2, or unpack it"),
+    ("a.jsonl", lzma.compress(b"text"), "is compressed: rename it to a.jsonl.xz, or unpack it"),
+    (
+        "a.tsv",
+        pyarrow.compress(b"text", codec="zstd", asbytes=True),
+        "is compressed: rename it to a.tsv.zst, or unpack",
+    ),
     ("a.jsonl", b"", "has no rows"),
     ("a.json", b"[]", "has no rows"),
     ("a.json", b'[{"text": "a"} {"text": "b"}]', 'the list continues with \'{"text": "b"}]\''),
@@ -268,6 +277,33 @@ def test_a_missing_column_names_the_parts_of_cells(tmp_path: Path) -> None:
 def test_a_dict_that_became_a_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("translation\n\"{'de': 'Haus', 'en': 'house'}\"\n")
     table = load_tables(str(tmp_path / "a.csv"), "")[0]
-    line = "a list or dict is text in a cell, {'de': 'Haus', 'en': 'house'}: write the table as JSON lines"
-    with pytest.raises(UsageError, match=re.escape(line)):
+    line = "a list or dict is text in a cell, {'de': 'Haus', 'en': 'house'}: write it as such, in JSON lines or parquet"
+    with pytest.raises(UsageError, match=re.escape(f"a.csv, row 1, column translation: {line}")):
         list(table.values("translation.de"))
+
+
+WRAPPED = [
+    '{"version": 1, "data": [{"text": "a", "label": "x"}, {"text": "b", "label": "y"}]}',
+    '{"columns": ["text", "label"], "index": [0, 1], "data": [["a", "x"], ["b", "y"]]}',
+    '{"text": {"0": "a", "1": "b"}, "label": {"0": "x", "1": "y"}}',
+]
+
+
+@pytest.mark.parametrize("content", WRAPPED)
+def test_rows_inside_one_object(tmp_path: Path, content: str) -> None:
+    (tmp_path / "a.json").write_text(content)
+    line = '; it has one row: expected one object per line, such as {"text": "Why?"}, or one list of them'
+    with pytest.raises(UsageError, match=re.escape(line)):
+        load_labelled_texts(str(tmp_path / "a.json"))
+
+
+def test_parquet_files_without_rows_or_of_different_columns(tmp_path: Path) -> None:
+    write(tmp_path / "train-0.parquet", {"text": ["a"], "label": ["x"]})
+    write(tmp_path / "train-1.parquet", {"sentence": ["a"], "label": ["x"]})
+    line = "one has the columns text, label, another sentence, label: give all the same columns"
+    with pytest.raises(UsageError, match=line):
+        load_tables(str(tmp_path), "")
+    data = write(tmp_path / "none.parquet", {"text": pyarrow.array([], pyarrow.string())})
+    for max_samples in (None, 5):
+        with pytest.raises(UsageError, match=r"cannot be read \(a file has no rows: remove it\)|has no rows"):
+            load_tables(data, "", max_samples)

@@ -37,6 +37,15 @@ def test_conll_file(tmp_path: Path, separator: str) -> None:
     assert found == [[f"x{tag}" for tag in tags] for _, tags in SENTENCES]
 
 
+@pytest.mark.parametrize("space", ["\u00a0", "\u2028", "\u3000", "\u2009"])
+@pytest.mark.parametrize("separator", ["\t", " ", "  "])
+def test_other_white_space_is_part_of_a_word(tmp_path: Path, space: str, separator: str) -> None:
+    expected = [([f"E{space}U", "is"], ["B-ORG", "O"])] * 2
+    lines = [*(f"{word}{separator}{tag}" for word, tag in zip(*expected[0])), ""] * 2
+    (tmp_path / "a.conll").write_text("\n".join(lines), encoding="utf-8")
+    assert load(tmp_path / "a.conll") == expected
+
+
 def test_universal_dependencies(tmp_path: Path) -> None:
     text = (
         "# sent_id = 1\n# text = a b c d e f g h\n1\tI\tI\tPRON\n2-3\tdon't\t_\t_\n2\tdo\tdo\tAUX\n3\tn't\tnot\tPART\n"
@@ -102,7 +111,13 @@ def test_tables(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, caps
     ("name", "text", "line"),
     [
         ("a.conll", "a O\n\nb\n", "line 3 has 1 columns: expected 2 as in the others"),
-        ("a.txt", "Only a text.\n", "has no sentences for training or evaluation"),
+        ("a.txt", "Only a text.\n", "expected two sentences or more, in CoNLL files with an empty line"),
+        ("a.conll", "a O\nb O\n" * 20, "expected two sentences or more, in CoNLL files with an empty line after each"),
+        (
+            "a.jsonl",
+            '{"tokens": "EU is", "ner_tags": [[0, 2, "ORG"]]}',
+            "a.jsonl, row 1, column ner_tags: expected text",
+        ),
         ("a.txt", "Word\nword\n", "expected a word and its tag in a line, found 'Word'"),
         ("a.jsonl", '{"words": ["a"]}', "has no column tokens: use --word_column with one of words"),
         ("a.jsonl", '{"tokens": ["a", "b"], "ner_tags": ["O"]}', "row 1: 2 words in column tokens, and 1 tags in"),
@@ -206,7 +221,7 @@ def test_a_table_with_a_word_in_each_row_is_refused(tmp_path: Path) -> None:
 
 def test_a_list_that_became_a_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("words,tags\n" + "\"['EU', 'is']\",\"['B-ORG', 'O']\"\n" * 10)
-    line = r"a list or dict is text in a cell, \['EU', 'is'\]: write the table as JSON lines"
+    line = r"a list or dict is text in a cell, \['EU', 'is'\]: write it as such, in JSON lines"
     with pytest.raises(UsageError, match=line):
         load_tagged_words(str(tmp_path / "a.csv"), "words", "tags", list)
     (tmp_path / "a.csv").write_text("words,tags\n" + 'a b,"[1, 0]"\n' * 10)

@@ -10,7 +10,7 @@ from ...data.facts import count_by_class, say
 from ...errors import UsageError
 from ..models.tokenization import rows_with_tokens
 from ..reading.labelled import Labelled, check_differ, flatten, say_odd_classes, with_same_classes
-from ..reading.rows import Table, parts_of_cell, rows_with_text, text_of_cell
+from ..reading.rows import Table, rows_with_text
 from ..reading.sources import STDLIB, divide, load_tables
 
 # Packages that every Python has, without parts that a distribution may leave out.
@@ -127,12 +127,9 @@ def _labels(table: Table, column: str, target: str) -> list[Any]:
         if target == "probability" and (wrong := [one for one in numbers if not 0 <= one <= 1]):
             raise UsageError(f"--target probability: {wrong[0]:g} in column {column} is not one: use --target number")
         return numbers
-    cells = [*table.values(column)]
     if target == "classes":
-        kind = getattr(table.kinds.get(column), "feature", None)
-        names = [[(text_of_cell(one, kind) or "").strip() for one in parts_of_cell(cell, ",")] for cell in cells]
-        return [tuple(filter(None, cell)) for cell in names]
-    if any(isinstance(cell, list) for cell in cells):
+        return [tuple(filter(None, map(str.strip, cell))) for cell in table.lists(column, ",")]
+    if any(isinstance(cell, list) for cell in table.values(column)):
         raise UsageError(f"--data {table.name}: column {column} has lists of classes: use --target classes")
     labels = [*table.texts(column)]
     for row, name in enumerate(labels, start=1):

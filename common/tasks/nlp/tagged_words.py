@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from ...data.sets import ListDataset
 from ...errors import UsageError
 from ..models.causal_lm import IGNORED
 from ..reading.labelled import Labelled, check_differ, flatten, in_order, say_odd_classes
-from ..reading.rows import Table, parts_of_cell, text_of_cell
+from ..reading.rows import Table
 from ..reading.sources import TABLES, divide, files_of_folder, load_tables, walk
 from ..reading.text_files import Place, ending_of, local_path, open_text
 
@@ -122,8 +123,9 @@ def load_tagged_words(
         tables = load_tables(data, ADVICE, is_labelled=lambda table: table.has_classes(tag_column))
         parts = [_rows(table, word_column, tag_column) for table in tables]
         names = getattr(getattr(tables[0].kinds.get(tag_column), "feature", None), "names", names)
-    if not all(parts := divide(parts)):
-        raise UsageError(f"--data {data} has no sentences for training or evaluation: expected two or more")
+    parts = divide(parts)
+    if not all(parts):
+        raise UsageError(f"--data {data}: expected two sentences or more, in CoNLL files with an empty line after each")
     classes = names or in_order(tag for part in parts for _, tags in part for tag in tags)
     train, evaluation = (
         Labelled([words for words, _ in part], [tuple(map(classes.index, tags)) for _, tags in part], classes)
@@ -148,12 +150,12 @@ def _conll_files(data: str) -> list[list[Place]]:
 
 
 def _sentences(place: Place, word_column: str, tag_column: str) -> Iterator[Sentence]:
-    """The sentences of a CoNLL file: one word per line, an empty line after each; columns by tabs or white space."""
+    """The sentences of a CoNLL file: one word per line, an empty line after each; columns by tabs or spaces."""
     with open_text(place, None) as file:
         lines = [line.rstrip("\n") for line in file]
     first = next((line for line in lines if line.strip() and not line.startswith(("#", "-DOCSTART-"))), "")
-    separator = "\t" if "\t" in first else None
-    cells = first.split(separator)
+    split: Any = partial(str.split, sep="\t") if "\t" in first else re.compile(r"[^ \t]+").findall
+    cells = split(first)
     if has_header := {word_column, tag_column} <= {*cells}:
         lines[lines.index(first)] = ""
     names = cells if has_header else [str(number + 1) for number in range(len(cells))]
@@ -164,13 +166,13 @@ def _sentences(place: Place, word_column: str, tag_column: str) -> Iterator[Sent
         taken = [(name, names[column]) for name, column in zip((word_column, tag_column), at) if name not in names]
         facts = [f"no column is called {name}: column {there} is used" for name, there in taken]
         say(f"{place}: {', '.join(facts)}")
-    tag, every = cells[at[1]], [line.split(separator)[at[1] :][:1] for line in lines]
+    tag, every = cells[at[1]], [split(line)[at[1] :][:1] for line in lines]
     if not has_header and every.count([tag]) == 1 and tag != "O" and not MARK.match(tag):
         flags = f"--word_column {cells[at[0]]} --tag_column {tag}"
         say(f"{place}: only the first line has the tag {tag}: if this line names the columns, use {flags}")
     words, tags = list[str](), list[str]()
     for number, line in enumerate([*lines, ""], start=1):
-        cells = line.split(separator)
+        cells = split(line)
         is_text = re.match(r"\d+[-.]\d+\t", line) and ending_of(place) == ".conllu"  # of several words, or none
         is_comment = line[:1] == "#" and (len(cells) != len(names) or (not words and COMMENT.match(line)))
         if line.startswith("-DOCSTART-") or is_text or is_comment:
@@ -190,16 +192,14 @@ def _sentences(place: Place, word_column: str, tag_column: str) -> Iterator[Sent
 def _rows(table: Table, word_column: str, tag_column: str) -> list[Sentence]:
     """The words and tags of each row that has some. Raises UsageError."""
     table.check_columns({"--word_column": word_column, "--tag_column": tag_column})
-    kind, found = getattr(table.kinds.get(tag_column), "feature", None), list[Sentence]()
-    for row, cells in enumerate(zip(table.values(word_column), table.values(tag_column)), start=1):
-        words, tags = map(parts_of_cell, cells)
-        names = [text_of_cell(tag, kind) or "" for tag in tags]
-        if len(words) != len(tags) or not all(names):
+    found = list[Sentence]()
+    for row, (words, tags) in enumerate(zip(table.lists(word_column), table.lists(tag_column)), start=1):
+        if len(words) != len(tags) or not all(tags):
             raise UsageError(
                 f"--data {table.name}, row {row}: {len(words)} words in column {word_column}, and "
-                f"{len([*filter(None, names)])} tags in {tag_column}: expected one for each"
+                f"{len([*filter(None, tags)])} tags in {tag_column}: expected one for each"
             )
-        found += [([text_of_cell(word) or "" for word in words], names)] * bool(words)
+        found += [(words, tags)] * bool(words)
     if len(found) < len(table):
         say(f"--data {table.name}: {len(table) - len(found):,} of {len(table):,} rows have no words: left out")
     if len(found) > 1 and all(len(words) == 1 for words, _ in found):

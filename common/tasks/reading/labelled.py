@@ -78,10 +78,11 @@ def with_same_classes(data: str, parts: Sequence[Labelled], what: str) -> list[L
     used = {part.classes[one] for part in (parts[0], parts[-1]) for one in flatten(part.labels)}
     own, size = parts[0].classes, sum(len(part.labels) for part in parts)
     if len({*parts[0].labels}) < 2 and not parts[0].has_several:
-        raise UsageError(
-            f"--data {data} has {what}s of one class, {own[parts[0].labels[0]]}: expected two or more, such as a "
-            "sub-folder for each; from a table, --max_samples takes the first rows"
-        )
+        advice = "such as a sub-folder for each; from a table, --max_samples takes the first rows"
+        if len(used) > 1:
+            advice = f"even without the evaluation's {len(parts[-1].labels)} of {size} {what}s: add more"
+        line = f"--data {data} has {what}s of one class, {own[parts[0].labels[0]]}"
+        raise UsageError(f"{line}: expected two or more, {advice}")
     if len(used) > max(MANY, size / 2):
         names = shorten(in_order(used))
         raise UsageError(f"--data {data}: {size:,} {what}s have {names}, as ids do: expected several of a class")

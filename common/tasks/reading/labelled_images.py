@@ -167,6 +167,9 @@ def read_folder(data: str, folder: Path, advice: str, kind: Media) -> list[Files
         if not parts[-1] and kind.has == "classes":
             parts[-1] = _by_folder(below, own, left_out, kind)
         if not parts[-1]:
+            for path in map((folder / below).joinpath, METADATA if kind.has == "texts" else ()):
+                if path.is_file():
+                    table_of(str(path), [path], None, {}).check_columns({"--text_column": kind.columns[0]})
             raise UsageError(f"--data {data}: the {kind.name}s in {folder / below} have no {kind.has}: {kind.form}")
     if facts := _counts(left_out):
         say(f"--data {data}: left out: {facts}")
@@ -227,7 +230,8 @@ def _by_table(folder: Path, table: Beside, below: str, files: list[str], left_ou
     """The labels that a table gives the files below a folder."""
     path, rows, column = table
     for number, row in enumerate(rows, start=1):
-        if not text_of_cell(row[FILE_NAME]) or {None, ""} & {*flatten([names_in(row[column])])}:
+        lacks_class = kind.has == "classes" and {None, ""} & {*flatten([names_in(row[column])])}
+        if not text_of_cell(row[FILE_NAME]) or lacks_class:
             raise UsageError(f"{path}: row {number} lacks {FILE_NAME} or {column}: expected a text in each")
         if not (path.parent / row[FILE_NAME]).is_file():
             raise UsageError(f"{path}: row {number} names {row[FILE_NAME]}: no such file")

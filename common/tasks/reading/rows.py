@@ -6,11 +6,12 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date, datetime, time
 from decimal import Decimal
+from functools import partial
 from itertools import chain, dropwhile, islice
 from pathlib import Path
 from typing import Any, TextIO
@@ -36,6 +37,7 @@ HALF = r"\\u[dD][{}][\da-fA-F]{{2}}"  # of a character in UTF-16, as JSON writes
 ESCAPE = re.compile(rf"{HALF.format('89abAB')}{HALF.format('c-fC-F')}|({HALF.format('89a-fA-F')})|\\.", re.DOTALL)
 NARROW = ("float16", "float32")
 NO_CLASS = -1  # of `datasets`: a class that is not known
+FORM = 'expected one object per line, such as {"text": "Why?"}, or one list of them'  # of JSON
 
 Row = dict[str, Any]
 
@@ -84,7 +86,13 @@ class Table:
         for flag, name in columns.items():
             if name not in self.column_names and name.partition(".")[0] not in self.column_names:
                 found = ", ".join(repr(each) if re.search(r"^\s|\s$|,", each) else each for each in self._named_texts())
-                raise UsageError(f"--data {self.name} has no column {name}: use {flag} with one of {found}")
+                raise UsageError(f"--data {self.name} has no column {name}: use {flag} with one of {found}{self.form}")
+
+    @property
+    def form(self) -> str:
+        """For messages: what is expected instead of a single JSON object that may hold all rows; "" for others."""
+        is_alone = len(self) == 1 and not self.kinds and any(isinstance(cell, list | dict) for cell in self[0].values())
+        return f"; it has one row: {FORM}" if is_alone else ""
 
     def _named_texts(self) -> Iterator[str]:
         """The columns; a column with texts by name becomes "translation.de" and so on."""
@@ -109,19 +117,27 @@ class Table:
         """A sequence of the cells of a column; for "translation.de", the values that its cells have as "de"."""
         whole, _, part = column.partition(".")
         if column not in self.column_names and part:
-            cells = (cell if isinstance(cell, dict) else parts_of_cell(cell) for cell in self.values(whole))
+            cells = self.read(whole, lambda cell: cell if isinstance(cell, dict) else parts_of_cell(cell))
             return [cell.get(part) if isinstance(cell, dict) else None for cell in cells]
         is_dataset = hasattr(self.rows, "select_columns")  # which need not read whole rows
         return TableColumn(self.rows, column) if is_dataset else [row.get(column) for row in self.rows]
 
     def texts(self, column: str) -> Iterator[str | None]:
         """The text in each row of a column; None if there is none. Raises UsageError for lists."""
-        kind = self.kinds.get(column)
+        return self.read(column, partial(text_of_cell, kind=self.kinds.get(column)))
+
+    def read(self, column: str, read: Callable[[Any], Any]) -> Iterator[Any]:
+        """What `read` returns for each cell of a column; its UsageErrors get the place."""
         for number, cell in enumerate(self.values(column), start=1):
             try:
-                yield text_of_cell(cell, kind)
+                yield read(cell)
             except UsageError as error:
-                raise UsageError(f"--data {self.name}, row {number}, column {column}: {error}") from None
+                raise UsageError(f"--data {self.name}, row {number}, column {column}: {error}{self.form}") from None
+
+    def lists(self, column: str, separator: str | None = None) -> Iterator[list[str]]:
+        """The texts in the list, or of the text that a separator or white space divides, in each row of a column."""
+        kind = getattr(self.kinds.get(column), "feature", None)
+        return self.read(column, lambda cell: [text_of_cell(one, kind) or "" for one in parts_of_cell(cell, separator)])
 
     def numbers(self, column: str) -> Iterator[float]:
         """The number in each row of a column. Raises UsageError if there is none."""
@@ -198,7 +214,7 @@ def parts_of_cell(cell: Any, separator: str | None = None) -> list[Any]:
     """A list, or the parts of a text. Raises UsageError for a list or dict that pandas' `to_csv` wrote as text."""
     text = cell if isinstance(cell, list) else text_of_cell(cell) or ""
     if isinstance(text, str) and re.match(r"[\[{]\s*(['\"].*|[-+.,\d\s]*)[\]}]$", text, re.DOTALL):
-        raise UsageError(f"a list or dict is text in a cell, {text[:40]}: write the table as JSON lines or parquet")
+        raise UsageError(f"a list or dict is text in a cell, {text[:40]}: write it as such, in JSON lines or parquet")
     return text.split(separator) if isinstance(text, str) else text
 
 
@@ -341,10 +357,7 @@ def _json_rows(place: Place, text: TextIO, halves: Counter[str]) -> Iterator[tup
     except (ValueError, RecursionError) as error:
         if isinstance(error, UnicodeDecodeError):
             raise
-        raise UsageError(
-            f'{place}, line {number}: {first_line(error)}: expected one object per line, such as {{"text": "Why?"}}, '
-            "or one list of them"
-        ) from None
+        raise UsageError(f"{place}, line {number}: {first_line(error)}: {FORM}") from None
 
 
 def _items(text: str) -> Iterator[str]:

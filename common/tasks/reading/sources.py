@@ -346,7 +346,13 @@ def _errors_in_one_line(data: str, advice: str) -> Iterator[None]:
     except RunError:
         raise
     except Exception as error:  # the library and its network stack raise dozens of types
-        reason = first_line(error.__cause__ or error)
+        cause: Any = error.__cause__ or error
+        reason = first_line(cause)
+        if "BatchSize" in reason:  # Arrow's word
+            reason = "a file has no rows: remove it"
+        elif isinstance(cause, datasets.table.CastError):
+            names = [", ".join(found) for found in (cause.requested_column_names, cause.table_column_names)]
+            reason = f"one has the columns {names[0]}, another {names[1]}: give all the same columns"
         if local_path(data).exists():
             raise UsageError(f"--data {data}: the files cannot be read ({reason})") from None
         raise UsageError(

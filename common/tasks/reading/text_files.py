@@ -16,7 +16,8 @@ from ...errors import UsageError, first_line
 from ...files import check_is_pulled
 
 Place = Path | str  # a file of this machine, or the address of one on the Hub
-PACKED = (".gz", ".bz2", ".xz", ".zst")
+# {ending of a packed file's name: its first bytes}
+PACKED = {".gz": b"\x1f\x8b", ".bz2": b"BZh9", ".xz": b"\xfd7zX", ".zst": b"\x28\xb5\x2f\xfd"}
 # {first bytes of a text: its encoding}. The mark of UTF-32 begins with the mark of UTF-16.
 MARKS = {
     codecs.BOM_UTF32_LE: "utf-32",
@@ -89,6 +90,8 @@ def open_text(place: Place, newline: str | None, says_encoding: bool = True) -> 
         start = file.peek(4)[:4]
         if start in (b"PK\x03\x04", b"\xd0\xcf\x11\xe0"):
             raise UsageError(f"{place} is a workbook of Excel, or a zip archive: save it as CSV, or unpack it")
+        if ending := next((ending for ending, first in PACKED.items() if start.startswith(first)), ""):
+            raise UsageError(f"{place} is compressed: rename it to {PurePath(place).name}{ending}, or unpack it")
         encoding = next((name for mark, name in MARKS.items() if start.startswith(mark)), "utf-8-sig")
         if encoding != "utf-8-sig" and says_encoding:
             say(f"{place} is read as {encoding.upper()}, as its first bytes say")
