@@ -220,7 +220,8 @@ def write(path: Path, *rows: dict) -> str:
         ),
         ({"messages": "Why?"}, "its messages are not valid JSON"),
         ({"messages": [{"role": "user"}]}, r"conversation 1: message 1 \(user\) has no content"),
-        ({"messages": None}, "conversation 1: expected a list of messages"),
+        ({"messages": None}, "no token is trained: expected messages of the role assistant, found no message"),
+        ({"messages": 5}, "conversation 1: its messages are of the type int: expected a list"),
         ({"messages": [{"from": "robot", "value": "Why?"}]}, "conversation 1: a message is from robot: expected human"),
         ({"messages": [ANSWER, QUESTION]}, "conversation 1: it begins with an answer"),
         ({"messages": [QUESTION, {"role": "bot", "content": "Yes."}]}, "no token is trained: expected messages of the"),
@@ -380,6 +381,7 @@ def test_tools_and_options_of_the_template(tmp_path: Path, capsys: pytest.Captur
         {"prompt": "Why?", "completion": "Because."},
         {"prompt": [QUESTION], "completion": "Because."},
         {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because.", "weight": None}]},
+        {"conversations": [{"from": "Human", "value": "Why?"}, {"from": "GPT", "value": "Because."}]},
         {"conversations": [QUESTION, ANSWER]},
         {"messages": [{**QUESTION, "tool_calls": None}, {**ANSWER, "tool_calls": []}]},
     ],
@@ -437,6 +439,27 @@ def test_conversations_without_a_trained_token_are_left_out(tmp_path: Path, caps
     line = f"{57 - len(train)} of 57 training conversations have no trained token within --max_length 40: left out"
     assert line in capsys.readouterr().out
     assert all(sample["weight"] > 0 for sample in (ChatDataset(train)[index] for index in range(len(train))))
+
+
+@pytest.mark.parametrize("nothing", [None, [], ""])
+def test_rows_without_messages_are_left_out(tmp_path: Path, nothing: Any, capsys: pytest.CaptureFixture) -> None:
+    rows = [{"messages": [QUESTION, ANSWER] if number % 3 else nothing} for number in range(9)]
+    path = write(tmp_path / "train.jsonl", *rows)
+    write(tmp_path / "test.jsonl", *rows)
+    assert [*map(len, load_chats(str(tmp_path), small_chat_model(64, "sdpa")[1], 64, "messages"))] == [6, 6], path
+    assert (
+        "3 of 9 training conversations have no trained token within --max_length 64: left out"
+        in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize("template", ["", "hello", "{% for one in messages %}{{ one.role }}{% endfor %}"])
+def test_a_template_that_writes_no_answer(tmp_path: Path, template: str) -> None:
+    path = write(tmp_path / "chats.jsonl", *[{"messages": [QUESTION, ANSWER]}] * 3)
+    tokenizer = with_template(template + "{% if add_generation_prompt %}assistant{% endif %}" * ("one" in template))
+    line = "no token is trained: use a chat_template that writes the answers, a larger --max_length, or weights above 0"
+    with pytest.raises(UsageError, match=line):
+        load_chats(path, tokenizer, 64, "messages")
 
 
 @pytest.mark.parametrize("packs", [False, True])

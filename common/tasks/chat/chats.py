@@ -90,10 +90,10 @@ class Chats:
             raise UsageError(f"--data {data}: both answers of each pair are equal: there is no preference to learn")
         if not kept:
             roles = sorted({message["role"] for message in Conversation.of(self.chat(0)).messages})
-            raise UsageError(
-                f"--data {data}: no token is trained: expected messages of the role assistant, found "
-                f"{', '.join(roles)}; or use a larger --max_length, or a weight above 0"
-            )
+            advice = f"expected messages of the role assistant, found {', '.join(roles) or 'no message'}"
+            if "assistant" in roles:
+                advice = "use a chat_template that writes the answers, a larger --max_length, or weights above 0"
+            raise UsageError(f"--data {data}: no token is trained: {advice}")
         return self if len(kept) == total else self.part(kept)
 
     def facts(self, max_length: int) -> str:
@@ -235,8 +235,9 @@ def load_samples(
         parts = []
         advice = f"use --data rules, or the path of a .jsonl file of {noun}s"
         for table in load_tables(data, advice, max_samples, partial(_has_answers, read=read, needs=needs)):
-            if (used := next((names for names in needs if names <= {*table.column_names}), None)) is None:
-                raise UsageError(f"--data {data} {lacks} {', '.join(table.column_names)}")
+            used = next((names for names in needs if names <= {*table.column_names}), None)
+            if used is None:
+                raise UsageError(f"--data {data} {lacks} {', '.join(table.column_names)}{table.form}")
             table.say_unread(*used, *OF_TEMPLATE, *["prompt"] * (noun == "pair"))
             folder = cache_folder(kind, VERSION, table.key, digest_of(tokenizer), max_length)
             title, number = f"encoding {len(table):,} {noun}s", size * len(table)

@@ -57,7 +57,7 @@ class Conversation:
         """A row's conversation: messages of this column or "conversations"; prompt, completion. Raises UsageError."""
         for name in (column, "conversations"):
             if name in row:
-                return cls(check_messages(as_messages(json_of(row, name, list))), 0, options_of(row))
+                return cls(check_messages(as_messages(json_of(row, name, list) or [])), 0, options_of(row))
         prompt = as_messages(row["prompt"], "user")
         messages = check_messages(prompt + as_messages(row["completion"], "assistant"))
         return cls(messages, len(prompt), options_of(row))
@@ -93,7 +93,9 @@ def _role_first(message: dict[str, Any]) -> dict[str, Any]:
         message = {"thinking": thought} | message | {"reasoning_content": thought}
     if "role" in message or "from" not in message:
         return {"role": None} | message
-    if (speaker := SPEAKERS.get(message["from"], message["from"])) not in USUAL:
+    speaker = str(message["from"]).lower()
+    speaker = SPEAKERS.get(speaker, speaker)
+    if speaker not in USUAL:
         raise UsageError(f"a message is from {speaker}: expected {', '.join([*SPEAKERS, *USUAL])}")
     others = {name: value for name, value in message.items() if name not in ("from", "value")}
     return {"role": speaker} | ({"content": message["value"]} if "value" in message else {}) | others
