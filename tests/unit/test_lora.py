@@ -3,19 +3,20 @@
 import copy
 import json
 import re
+import warnings
 from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from safetensors.torch import save_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.tasks.chat.chat_models import ChatFlags, load_chat_model, small_chat_model
-from accelerate_recipes.common.tasks.models.causal_lm import with_losses
+from accelerate_recipes.common.tasks.models.causal_lm import load_pretrained, with_losses
 from accelerate_recipes.common.tasks.models.lora import LoraFlags, base_of, with_adapters
 
 TOKENS = torch.arange(3, 40).unsqueeze(0)
@@ -100,12 +101,18 @@ def test_layers_that_cannot_be_adapted(targets: str, line: str) -> None:
         adapt(gpt2(), lora_targets=targets)
 
 
-def of_peft(folder: Path, **more: Any) -> PeftModel:
+def prompts_of_peft(folder: Path) -> None:
+    get_peft_model(llama(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)).save_pretrained(
+        str(folder)
+    )
+
+
+def of_peft(folder: Path, save_embedding_layers: bool | str = "auto", **more: Any) -> PeftModel:
     """Adapters that PEFT has written."""
     settings = LoraConfig(r=4, lora_alpha=5, target_modules=r".*\.(q_proj|down_proj)", init_lora_weights=False, **more)
     made = get_peft_model(llama(), settings)
     made.peft_config["default"].base_model_name_or_path = "base"
-    made.save_pretrained(str(folder))
+    made.save_pretrained(str(folder), save_embedding_layers=save_embedding_layers)
     return made.eval()
 
 
@@ -131,6 +138,11 @@ def test_adapters_of_peft_go_on(tmp_path: Path) -> None:
     ("spoil", "line"),
     [
         (lambda folder: of_peft(folder, modules_to_save=["norm"]), "is more than the matrices of LoRA"),
+        (
+            lambda folder: of_peft(folder, save_embedding_layers=True),
+            r"has more weights .* such as base_model.*lm_head\.weight: merge it with PEFT",
+        ),
+        (lambda folder: prompts_of_peft(folder), "has trained prompts, which are not supported: use adapters of LoRA"),
         (lambda folder: of_peft(folder, use_dora=True), "is DoRA, not plain LoRA: merge it with PEFT"),
         (lambda folder: (of_peft(folder), (folder / "adapter_model.safetensors").unlink()), "no adapters of Llama"),
         (
@@ -172,6 +184,20 @@ def test_flags_that_do_not_go_together(tmp_path: Path, flags: dict[str, Any], li
     flags = {name: str(tmp_path) if value == "HERE" else value for name, value in flags.items()}
     with pytest.raises(UsageError, match=line):
         base_of(LoraFlags(**flags))
+
+
+def test_adapters_are_no_model(tmp_path: Path) -> None:
+    of_peft(tmp_path)
+    with pytest.raises(UsageError, match="it holds adapters, not a model: merge them with PEFT, and use the path of"):
+        load_pretrained(str(tmp_path), 16, "sdpa")
+
+
+def test_adapters_come_without_a_warning(tmp_path: Path) -> None:
+    of_peft(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        adapt(llama())
+        go_on(llama(), tmp_path)
 
 
 def test_base_that_has_moved_is_looked_for_in_its_file(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from ...weights.on_disk import WeightFiles, origin_of, with_random_weights
 from .pretrained import files_of
 
 FILE, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+MERGE = "merge it with PEFT, and use that model"
 
 
 @dataclass(kw_only=True)
@@ -147,14 +148,18 @@ def _continue(model: PreTrainedModel, folder: str) -> nn.Module:
     try:
         check_is_pulled(Path(folder, FILE))
         settings = peft.PeftConfig.from_pretrained(folder)
+        if settings.is_prompt_learning:
+            raise UsageError(f"{given} has trained prompts, which are not supported: use adapters of LoRA, or a model")
         if not isinstance(settings, peft.LoraConfig) or settings.modules_to_save or settings.bias != "none":
-            raise UsageError(f"{given} is more than the matrices of LoRA: merge it with PEFT, and use that model")
+            raise UsageError(f"{given} is more than the matrices of LoRA: {MERGE}")
         if settings.use_dora:
-            raise UsageError(f"{given} is DoRA, not plain LoRA: merge it with PEFT, and use that model")
+            raise UsageError(f"{given} is DoRA, not plain LoRA: {MERGE}")
         settings.inference_mode = False
         adapted = _adapt(model, settings, settings.base_model_name_or_path, given)
         names = [name for name, weight in adapted.named_parameters() if weight.requires_grad]
         weights = adapted.peft_adapter.read(Path(folder), names, is_of_peft=True)
+        if more := sorted(weights.keys() - {*names}):
+            raise UsageError(f"{given} has more weights than the matrices of LoRA, such as {more[0]}: {MERGE}")
         if weights.keys() != {*names}:
             raise UsageError(f"{given}: its weights do not match {SETTINGS}")
         adapted.load_state_dict(weights, strict=False)
@@ -169,6 +174,7 @@ def _peft() -> Any:
         import peft
     except ImportError:
         raise UsageError("adapters need PEFT: run pip install peft") from None
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")  # PEFT reads it; transformers renamed it
     return peft
 
 

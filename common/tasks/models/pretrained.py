@@ -131,7 +131,9 @@ def _layers_left_out(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
 
 
 def _check_settings(folder: Path) -> None:
-    """Raises UsageError for a JSON or Jinja file that is a Git LFS pointer, or a config that is null or a list."""
+    """Raises UsageError for adapters, a JSON or Jinja file that is an LFS pointer, or a config that is no dict."""
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise UsageError("it holds adapters, not a model: merge them with PEFT, and use the path of that model")
     for path in folder.glob("*.j*"):
         check_is_pulled(path)
         if path.name.endswith("config.json") and not isinstance(json.loads(path.read_bytes()), dict):
