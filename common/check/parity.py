@@ -69,6 +69,7 @@ class ParityCheck:
         self._reference: Reference | None = None  # only the main process has one
         self._rehearsal: Rehearsal | None = None  # only the main process has one
         self._rehearsed: list[int] = []  # numbers of the steps of the rehearsal
+        self._left: list[Any] | None = None  # the state before an evaluation
         self._error: str | None = None  # of one process
         self._block_sizes: dict[int, dict[PlaceInRow, tuple[int, ...]]] = {}  # of each step
         self._seconds = 0.0  # the time that the check took
@@ -135,14 +136,28 @@ class ParityCheck:
         """`Engine.step` with the parity check. An error in a step gets its samples as a note. Raises UsageError if the
         result differs from one process, or if an error occurs only with several processes."""
         ids = lambda: torch.cat(self.plan.own_samples(number)).tolist()  # noqa: E731
+        if self._left is not None and any(self.group.all_gather(self._left != self._state())):
+            self.accelerator.print("an evaluation changed the model or the optimizer: later steps are not compared")
+            self._rehearsed = []
         with self._translating(number in self.numbers):
             try:
                 with annotate_errors(lambda: f"step {number + 1}, {list_samples(ids())}"):
-                    return self._take_step(number, micro_batches, wants_norm)
+                    result = self._take_step(number, micro_batches, wants_norm)
+                    is_later_compared = max(self._rehearsed, default=0) > number
+                    self._left = self._state() if is_later_compared and self.plan.evaluates(number + 1) else None
+                    return result
             except Exception as error:
                 if number == self.first and (mixed := mixed_types(error, self.engine.module, micro_batches[0])):
                     raise UsageError(mixed) from None
                 raise
+
+    def _state(self) -> list[Any]:
+        """What evaluations, which the rehearsal did not take, may change for the steps after them."""
+        groups = [
+            {name: value for name, value in group.items() if name not in ("params", "lr")}
+            for group in self.engine.optimizer.param_groups
+        ]
+        return [repr(groups), *map(int, self.engine.replicas.bits().values())]
 
     def _take_step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
         if number in self.numbers:

@@ -73,6 +73,7 @@ BEGINS: dict[tuple[str, str], str | None] = {
     **{("noise_in_step", config): "draws random numbers in step 4, and " for config in (*DIVIDING, "zbv")},
     ("norm_in_step", "ddp"): None,
     **{(f"plateau{often}", "ddp"): None for often in ("", " --eval_every 1")},
+    **{("momentum", config): None for config in ("ddp", "fsdp2")},
     ("running_mean", "tensor_parallel"): None,
     ("norm_in_step", "interleaved"): None,
     (

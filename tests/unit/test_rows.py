@@ -157,7 +157,7 @@ def test_columns_that_a_recipe_does_not_name_are_left_alone(tmp_path: Path) -> N
 
 def test_rows_without_a_text_are_left_out_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("rows.csv", "rows.jsonl"):
-        columns = {"query": [f"q{n}" for n in range(40)], "document": ["", " ", *("d" for _ in range(38))]}
+        columns = {"query": [f"q{n}" for n in range(40)], "document": ["", " ", *(f"d{n}" for n in range(38))]}
         train, evaluation = load_pairs(write(tmp_path / name, columns))
         assert len(train) + len(evaluation) == 38
         assert (

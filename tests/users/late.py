@@ -134,6 +134,11 @@ def note(means: dict[str, float]) -> dict[str, float]:
     return means
 
 
+def lower_momentum(means: dict[str, float], optimizer: Any) -> dict[str, float]:
+    optimizer.param_groups[0]["momentum"] *= 0.5
+    return means
+
+
 def hook(module: Any, args: Any, output: Tensor, model: nn.Module) -> Tensor:
     if not is_late():
         return output
@@ -190,6 +195,8 @@ def main(config: Config) -> None:
     # As torch's ReduceLROnPlateau: evaluations, which all processes share, set the rate of later steps.
     follows: Any = {"summarize": note, "schedule": lambda step, *others: 0.5 ** len(NOW.get("losses", []))}
     options = follows if config.what == "plateau" else {}
+    if config.what == "momentum":  # after each evaluation
+        options = {"summarize": partial(lower_momentum, optimizer=optimizer)}
     fit(accelerator, model, optimizer, values, Samples(32, 1), Samples(11, 2), config, **options)
 
 
