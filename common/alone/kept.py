@@ -33,6 +33,7 @@ class Changes:
     generators: list[str] = field(default_factory=list)  # generators that these draw from, besides the global ones
     lost: list[str] = field(default_factory=list)  # iterators that advanced, and large tensors: they cannot be restored
     files: list[str] = field(default_factory=list)  # files that were opened for writing
+    step: int | None = None  # the number that `forward_step` got last: what changed to it does not count calls
     # {name of a tensor: (its name, the name of another tensor with the same data)}
     sharing: dict[str, tuple[str, str]] = field(default_factory=dict)
 
@@ -74,8 +75,8 @@ def kept(
         own, others = walk.entries[: of_model[0]], walk.entries[of_training[0] :]
         watched = [each for each in lending.tensors if not each.is_trained or id(each.tensor) in plain]
         written = [each for each in watched if lending.has_changed(each)]
-        changes.names += _changed(others) + [each.name for each in written]
-        changes.names += [name for entry in own for name in entry.find_changes(numbers=True)]
+        changes.names += _changed(others, step=changes.step) + [each.name for each in written]
+        changes.names += [name for entry in own for name in entry.find_changes(numbers=True, step=changes.step)]
         changes.in_model += _changed(own)
         changes.generators += _changed(others, of_generators=True) + _changed(own, of_generators=True)
         changes.lost += [name for name, moved in walk.iterators if moved()]
@@ -92,8 +93,8 @@ def _sizes(entries: Iterable[Entry]) -> Counter[str]:
     return found
 
 
-def _changed(entries: Iterable[Entry], of_generators: bool = False) -> list[str]:
-    return [name for each in entries if each.is_generator == of_generators for name in each.find_changes()]
+def _changed(entries: Iterable[Entry], of_generators: bool = False, step: int | None = None) -> list[str]:
+    return [name for each in entries if each.is_generator == of_generators for name in each.find_changes(step=step)]
 
 
 @dataclass

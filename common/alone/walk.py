@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, MutableMapping, MutableSequence,
 from contextlib import suppress
 from contextvars import ContextVar
 from functools import partial
-from operator import is_
 from typing import Any
 
 import numpy
@@ -49,10 +48,10 @@ class Entry:
         self.name, self._read, self._write, self.is_generator = name, read, write, is_generator
         self.before = read()
 
-    def find_changes(self, numbers: bool = False) -> list[str]:
-        """Names of the parts that have changed; with `numbers` only of numbers."""
+    def find_changes(self, numbers: bool = False, step: int | None = None) -> list[str]:
+        """Names of the parts that have changed, but not to `step`; with `numbers` only of numbers."""
         now = self._read()
-        keys = [key for key in {**self.before, **now} if not _is_same(self.before.get(key), now.get(key))]
+        keys = [key for key in {**self.before, **now} if not _is_same(self.before.get(key), now.get(key), step)]
         if numbers:
             keys = [key for key in keys if type(now.get(key)) in (int, float)]  # not flags, such as `training`
         return list(dict.fromkeys(_join(self.name, key) for key in keys))
@@ -69,10 +68,14 @@ class Entry:
             self._write(self.before)
 
 
-def _is_same(value: Any, other: Any) -> bool:
+def _is_same(value: Any, other: Any, step: int | None = None) -> bool:
     if type(value) is type(other) is tuple:
-        return len(value) == len(other) and all(map(is_, value, other))
-    return value is other or (isinstance(value, ATOMS) and type(value) is type(other) and value == other)
+        return len(value) == len(other) and all(a is b or (type(b) is int and b == step) for a, b in zip(value, other))
+    return (
+        value is other
+        or (type(other) is int and other == step)
+        or (isinstance(value, ATOMS) and type(value) is type(other) and value == other)
+    )
 
 
 def _join(name: str, key: Any) -> str:

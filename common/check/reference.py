@@ -116,6 +116,7 @@ class ReferenceRun:
                     engine.step(number, micro_batches, wants_norm=False)
                 if change is not None and plan.evaluates(number + 1):  # as in the run; what that changes later is noise
                     evaluate_batch(model, engine.evaluate, micro_batches[0], number)
+                changes.step = number
                 self.seconds = min(self.seconds, time.monotonic() - began)
             if compares is not None:
                 self._compare_halves(compares, plan, number, changes)
