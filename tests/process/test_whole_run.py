@@ -137,12 +137,6 @@ def test_what_begins_late_has_one_result_or_ends_the_run(
     check(run_of(tmp_path / "run", LATE, arguments, config), reference(LATE, arguments), BEGINS[what, config])
 
 
-def test_a_note_of_the_step_does_not_count_calls(tmp_path: Path) -> None:
-    """The recipe keeps `step` for its layers, as the line about counted calls advises."""
-    run = run_of(tmp_path / "run", LATE, "--what nothing", "ddp")
-    assert run.exit_code == 0 and "each call of forward_step" not in run.stdout
-
-
 @pytest.mark.parametrize("config", ["ddp", "fsdp2"])
 def test_a_buffer_that_begins_to_depend_on_samples_ends_the_run(tmp_path: Path, config: str) -> None:
     run = run_of(tmp_path / "run", LATE, "--what mean_of_samples", config)

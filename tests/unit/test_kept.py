@@ -42,6 +42,20 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
+def test_what_is_the_number_of_the_step_counts_no_calls() -> None:
+    calls, now, of_layers = [0, 5], [0, 5], {"step": 0}
+
+    def forward_step(step: int) -> None:
+        calls[0], now[0], of_layers["step"] = calls[0] + 2, step, step
+
+    with kept(*trained(), [forward_step], CPU) as changes:
+        for step in range(2):
+            forward_step(step)
+            changes.step = step
+    assert changes.names == ["calls"]
+    assert (calls, now, of_layers) == ([0, 5], [0, 5], {"step": 0})
+
+
 def test_weights_state_and_flags_are_given_back() -> None:
     model, optimizer = trained()
     train(model, optimizer)
