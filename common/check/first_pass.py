@@ -130,7 +130,8 @@ class FirstPass:
         if_cut = {
             f"each call of forward_step or of a layer changes {first['keeps']}: if it is used, the result depends on "
             "the number of calls, which the number of processes and --micro_batch_size change; a checkpoint does "
-            "not hold it; give forward_step a third argument, step, the number of the optimizer step": self.keeps,
+            "not hold it; give forward_step a third argument, step, the number of the optimizer step, or give fit "
+            "examples, for a metric over all samples": self.keeps,
             "the forward pass draws random numbers, such as dropout: they depend on --micro_batch_size, here "
             f"{size}, not on the number of processes": self.draws,
             "collate_fn or __getitems__ draws random numbers: they depend on --micro_batch_size, here "
