@@ -73,7 +73,7 @@ BEGINS: dict[tuple[str, str], str | None] = {
     **{("noise_in_step", config): "draws random numbers in step 4, and " for config in (*DIVIDING, "zbv")},
     ("norm_in_step", "ddp"): None,
     **{(f"plateau{often}", "ddp"): None for often in ("", " --eval_every 1")},
-    **{("momentum", config): None for config in ("ddp", "fsdp2")},
+    ("momentum", "ddp"): None,
     ("running_mean", "tensor_parallel"): None,
     ("norm_in_step", "interleaved"): None,
     (
@@ -114,11 +114,12 @@ def check(run: Run, expected: Run, line: str | None) -> None:
 
 
 def cells(lines: dict[tuple[str, str], Any]) -> list[Any]:
-    """One by one where several in one run also say it: only with `make test-full`."""
-    return [
-        pytest.param(*cell, id=" ".join(cell), marks=[pytest.mark.full] * (cell[0].split()[0] in GIVEN_BACK))
-        for cell in lines
-    ]
+    """One by one where several in one run, or the other schedule of two stages, say it: only with `make test-full`."""
+
+    def is_said(what: str, config: str) -> bool:
+        return what.split()[0] in GIVEN_BACK or (config == "interleaved" and (what, "zbv") in lines)
+
+    return [pytest.param(*cell, id=" ".join(cell), marks=[pytest.mark.full] * is_said(*cell)) for cell in lines]
 
 
 @pytest.mark.parametrize(("where", "config"), cells(STATES))
