@@ -103,8 +103,8 @@ class DeepSpeedEngine(Engine):
         if self._order != self._first_order:
             raise UsageError(
                 f"the forward pass of process {self.accelerator.process_index} takes a different path through the "
-                "model than other passes, as with experts, which ZeRO does not support: use --config_file "
-                "accelerate_configs/ddp.yaml"
+                "model than other passes, as with experts, or a penalty or detached layer that begins late, which ZeRO "
+                "does not support: use --config_file accelerate_configs/ddp.yaml"
             )
 
     def _update(self, number: int, wants_norm: bool) -> tuple[Tensor | float | None, bool]:
