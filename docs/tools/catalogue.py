@@ -35,7 +35,7 @@ RESULTS = """
 """
 NO_GPU = """
 **No certificate is from a GPU yet.** CPU processes that communicate through gloo stand in for GPUs; fp16 runs in
-float32 there. Only the tests compare recipes without a certificate (`tests/process/test_one_result.py`).
+float32 there. Every recipe has a certificate.
 """
 DIFFERENCES = """
 ## How far from one process
