@@ -111,7 +111,7 @@ class _Parser(argparse.ArgumentParser):
 def _options(hint: Any, name: str) -> dict[str, Any]:
     if isinstance(hint, types.UnionType):  # `int | None`: no value on the command line means None
         hint = next(arm for arm in typing.get_args(hint) if arm is not types.NoneType)
-        if hint is str:
+        if hint is str and not name.endswith("_prompt"):  # an empty prompt is one, in place of the model's own
             return {"type": partial(_given, "a value"), "metavar": name.upper()}
     if hint is bool:
         return {"action": "store_true"}

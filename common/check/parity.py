@@ -52,7 +52,7 @@ class ParityCheck:
             pass or a batch draws random numbers.
 
     Raises:
-        UsageError: `forward_step` does not call the model, or its result cannot be the same under all layouts; or
+        UsageError: the result of `forward_step` cannot be the same under all layouts; or
             an error occurs with several processes, but not with one.
     """
 

@@ -72,7 +72,7 @@ class ReferenceRun:
 
         Raises:
             NotChecked: the steps would take more than a minute, or a signal asks the run to stop.
-            UsageError: `forward_step` does not call the model, or advances an iterator.
+            UsageError: `forward_step` advances an iterator.
         """
         setup, every = self.setup, range(numbers[0] if first is None else first, numbers[-1] + 1)
         config = copy.copy(setup.plan.config)
@@ -116,7 +116,7 @@ class ReferenceRun:
                     engine.step(number, micro_batches, wants_norm=False)
                 if change is not None and plan.evaluates(number + 1):  # as in the run; what that changes later is noise
                     evaluate_batch(model, engine.evaluate, micro_batches[0], number)
-                changes.step = number
+                changes.step = number if number > every[0] else None  # a first step is 0, as other numbers are
                 self.seconds = min(self.seconds, time.monotonic() - began)
             if compares is not None:
                 self._compare_halves(compares, plan, number, changes)
@@ -257,7 +257,7 @@ class Reference:
 
 def take_reference(run: ReferenceRun, numbers: range, first_pass: FirstPass) -> Reference:
     """Takes the steps with these numbers. Afterwards restores model, optimizer and the recipe's functions. Raises
-    NotChecked if the check is not possible, and UsageError if `forward_step` does not call the model."""
+    NotChecked if the check is not possible, and UsageError if `forward_step` cannot be repeated."""
     setup, run.numbers, run.first_pass = run.setup, numbers, first_pass
     num_bytes = sum(weight.nbytes for weight in setup.model.parameters())
     _check_possible(setup, num_bytes, is_resumed=numbers[0] > 0)

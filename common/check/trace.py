@@ -103,7 +103,7 @@ class Observer:
                 own.values[row] |= on_cpu(engine.batch_loss(values, number))
         if share is not None:
             share.check_same(values)
-        layout = self.layout or engine.plan.layout
+        layout = self.layout if self.layout is not None and self.layout.pp == 1 else engine.plan.layout
         if layout.num_processes > 1 and any(strategy.needs_all_weights for strategy in strategies_of(layout)):
             names = ["loss"] if engine.batch_loss is None else list(values if share is None else share.gradients)
             here = [each for each in module.named_parameters() if not isinstance(each[1], Absent)]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -113,12 +113,17 @@ class Engine:
 
     def _differentiate(self, loss: Tensor, scale: Tensor) -> None:
         backward = loss.backward if self.accelerator.scaler is None else partial(self.accelerator.backward, loss)
-        if frees := getattr(self.model, "set_reshard_after_backward", None):  # of FSDP2
-            frees(True)  # not before: a backward pass of forward_step's own leaves weights that this one needs
+        for module in self._gathered:  # not before: a backward pass of forward_step's own leaves weights for this one
+            module.set_reshard_after_backward(True, recurse=False)
         backward(gradient=scale.to(loss))  # loss * scale would take one more operation
-        if frees:
-            frees(False)
-            free_gathered(self.model)
+        for module in self._gathered:
+            module.set_reshard_after_backward(False, recurse=False)
+            module.reshard()
+
+    @cached_property
+    def _gathered(self) -> list[Any]:
+        """The modules whose weights FSDP2 gathers."""
+        return [module for module in self.model.modules() if hasattr(module, "set_reshard_after_backward")]
 
     def _update(self, number: int, wants_norm: bool) -> tuple[Tensor | float | None, bool]:
         """Clips and takes the optimizer's step. Returns (the gradient's norm, if asked; whether it was skipped)."""
@@ -325,15 +330,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for name in reached:
             del vars(model)[name]
-        free_gathered(model)
+        # FSDP2 keeps the gathered weights of the outermost module for a backward pass: what code writes would be lost.
+        for module in model.modules():
+            if reshard := getattr(module, "reshard", None):
+                reshard()
         _set_training(model, True)
-
-
-def free_gathered(model: nn.Module) -> None:
-    """Frees weights that FSDP2 keeps for a backward pass: what code or the optimizer writes would be lost."""
-    for module in model.modules():
-        if reshard := getattr(module, "reshard", None):
-            reshard()
 
 
 def _set_training(model: nn.Module, training: bool) -> None:

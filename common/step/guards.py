@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -76,17 +77,27 @@ def knows_what_is_trained(model: nn.Module, values_of: NumberedStep) -> Numbered
     return same_weights
 
 
+@dataclass
+class Calls:
+    """A hook that counts calls; not a function, so that a model that has it can be pickled and copied."""
+
+    number: int = 0
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self.number += 1
+
+
 def always_calls(model: nn.Module, values_of: NumberedStep) -> NumberedStep:
     """Wraps `forward_step` to raise UsageError if a pass with gradients does not call the model: the others wait."""
     if isinstance(model, torch.jit.ScriptModule):  # it takes no hooks
         return values_of
-    calls = list[bool]()
-    model.register_forward_pre_hook(lambda *_: calls.append(True))
+    calls = Calls()
+    model.register_forward_pre_hook(calls)
 
     def calling(given: Any, batch: Batch, number: int) -> dict[str, Tensor]:
-        calls.clear()
+        calls.number = 0
         values = values_of(given, batch, number)
-        if torch.is_grad_enabled() and not calls:
+        if torch.is_grad_enabled() and not calls.number:
             raise UsageError(
                 f"forward_step does not call the model that it is given in step {number + 1}, so nothing connects the "
                 "processes: call model(...), not one of its methods or layers, and not a model from outside "

@@ -255,7 +255,7 @@ def test_the_size_of_an_image_before_its_turn(tmp_path: Path) -> None:
         each |= {"width": WIDTH, "height": HEIGHT}
         Image.new("RGB", (WIDTH, HEIGHT)).save(tmp_path / f"{row}.jpg", exif=tags)
     (tmp_path / "boxes.json").write_text(json.dumps(content))
-    line = "jpg has 20 x 40 pixels, but its table says 40 x 20: its orientation tag may turn it: remove the tag, or"
+    line = "jpg has 20 x 40 pixels, but its table says 40 x 20: its orientation tag turns it: swap these numbers if"
     with pytest.raises(UsageError, match=line):
         samples(load(tmp_path)[0])[0]
 

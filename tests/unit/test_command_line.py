@@ -2,7 +2,7 @@
 
 import re
 import subprocess
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, make_dataclass
 from pathlib import Path
 
 import pytest
@@ -51,6 +51,11 @@ from accelerate_recipes.common.schedule import Schedule
 def test_command_line(arguments: str, expected: str) -> None:
     with pytest.raises(UsageError, match=re.escape(expected)):
         parse(RunConfig, arguments.split())
+
+
+def test_an_empty_prompt_is_a_prompt() -> None:
+    config = make_dataclass("Config", [("query_prompt", str | None, None)], bases=(RunConfig,), kw_only=True)
+    assert parse(config, ["--query_prompt="]).query_prompt == ""
 
 
 def test_command_line_takes_dashes_and_underscores() -> None:

@@ -87,10 +87,9 @@ def load_encoder(kind: Any, name_or_path: str, max_length: int, **options: Any) 
         max_length: tokens of the longest text.
         options: for `from_pretrained`, such as `id2label` and `label2id` of the classes, and `trust_remote_code`.
     """
+    if "QuestionAnswering" in kind.__name__:  # the start and the end, whatever an earlier head had
+        options["num_labels"] = 2
     model, tokenizer, _ = load(kind, name_or_path, "encoder" + "-decoder" * ("Seq2Seq" in kind.__name__), **options)
-    if "QuestionAnswering" in kind.__name__ and (number := model.config.num_labels) != 2:
-        line = f"num_labels in its config is {number}, expected 2: remove id2label and label2id from its config.json"
-        raise UsageError(f"--model_name_or_path {name_or_path}: {line}")
     if tokenizer.pad_token_id is None:
         raise UsageError(
             f"--model_name_or_path {name_or_path}: its tokenizer has no padding token: use the path of an encoder"

@@ -1,6 +1,7 @@
 """Pairs of source and target text, such as translations and summaries, from files or the Hub."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from statistics import fmean
 from typing import Any
 
@@ -32,13 +33,18 @@ class Translations(ListDataset):
     """
 
     def __init__(self, pairs: Pairs, tokenizer: Any, model: Any, prefix: str, max_length: int, max_target_length: int):
-        if (most := getattr(model.config, "max_position_embeddings", max_target_length)) < max_target_length:
-            flag = "--max_target_length"
+        most, flag = getattr(model.config, "max_position_embeddings", None), "--max_target_length"
+        if most and 0 < most < max_target_length:
             raise UsageError(f"{flag} {max_target_length} exceeds the model's {most} positions: use {flag} {most}")
-        for flag, empty in (("source", tokenizer("")), ("target", tokenizer(text_target=""))):
-            if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in empty["input_ids"]:
-                known = ", ".join(sorted(token for token in tokenizer.get_added_vocab() if "<" not in token)[:4])
-                raise UsageError(f"--{flag}_lang is not a language of this tokenizer: use one of {known}, ...")
+        for side, name, word in (("source", "src_lang", "text"), ("target", "tgt_lang", "text_target")):
+            if language := getattr(tokenizer, name, None):
+                with suppress(KeyError):
+                    if tokenizer.unk_token_id not in tokenizer(**{word: ""})["input_ids"]:
+                        continue
+                known = ", ".join(
+                    sorted(token.strip("_") for token in tokenizer.get_added_vocab() if "<" not in token)[:4]
+                )
+                raise UsageError(f"--{side}_lang {language} is unknown to the tokenizer: use one of {known}, ...")
         sources = tokenizer([prefix + source for source, _ in pairs], truncation=True, max_length=max_length)
         targets = tokenizer(text_target=[target for _, target in pairs], truncation=True, max_length=max_target_length)
         kept = rows_with_tokens(sources, targets)

@@ -80,7 +80,8 @@ def with_same_classes(data: str, parts: Sequence[Labelled], what: str) -> list[L
     if len({*parts[0].labels}) < 2 and not parts[0].has_several:
         advice = "such as a sub-folder for each; from a table, --max_samples takes the first rows"
         if len(used) > 1:
-            advice = f"even without the evaluation's {len(parts[-1].labels)} of {size} {what}s: add more"
+            advice = f"even without the evaluation's {len(parts[-1].labels)} of {size}: add {what}s, or a larger "
+            advice += "--max_samples, which takes the first rows"
         line = f"--data {data} has {what}s of one class, {own[parts[0].labels[0]]}"
         raise UsageError(f"{line}: expected two or more, {advice}")
     if len(used) > max(MANY, size / 2):

@@ -71,7 +71,9 @@ def files_in(data: str, table: Table, column: str) -> Any:
         is_there = Path(paths[-1]).is_file() if isinstance(file, str) else isinstance(file, bytes)
         if not (is_there or (isinstance(file, dict) and (file.get("bytes") or file.get("path")))):
             facts = f"names {file}: no such file in {folder}"
-            if isinstance(file, list | dict):
+            if isinstance(file, dict) and {"bytes", "path"} & file.keys():
+                facts = "has neither bytes nor a path: expected a file"
+            elif isinstance(file, list | dict):
                 facts = f"holds an array, {printable(str(file)[:80])}: expected a file"
             raise UsageError(f"--data {table.name}: row {row} {facts}")
     return paths

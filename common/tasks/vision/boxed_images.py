@@ -59,11 +59,12 @@ class BoxedImages(Dataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         row = self.source.rows[index]
         image, objects = self.source.images[row].convert("RGB"), self.source.objects[row]
-        if self.source.sizes and all(said := self.source.sizes[row]) and said != image.size:
+        if self.source.sizes and all(said := self.source.sizes[row]) and _differ(said, image.size):
             name = f"{self.source.images.name(row)} has {image.width} x {image.height} pixels"
             advice = "scale the boxes, or use an image of that size"
-            if said == image.size[::-1]:
-                advice = "its orientation tag may turn it: remove the tag, or turn the boxes"
+            if not _differ(said, image.size[::-1]):
+                advice = "its orientation tag turns it: swap these numbers if the boxes fit the turned image, or else "
+                advice += "turn the boxes, or remove the tag"
             raise UsageError(f"{name}, but its table says {said[0]:g} x {said[1]:g}: {advice}")
         cut, is_mirrored, colours = variation(image.width, image.height, self.flags)
         size, (start, end) = torch.tensor(image.size), torch.tensor(cut).view(2, 2)
@@ -216,3 +217,8 @@ def _objects_in(cell: Any, names: dict[Any, str] | None, image: str) -> list[Obj
             f"{image}: an object is {printable(str(row)[:90])}: expected a bbox of left, top, width and height in "
             "pixels, a known category, and perhaps an iscrowd of 0 or 1"
         ) from None
+
+
+def _differ(size: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether two widths or two heights differ by more than a pixel."""
+    return any(abs(own - found) > 1 for own, found in zip(size, other))
