@@ -44,7 +44,7 @@ def calls_module(model: Any, batch: Batch, whole: nn.Module) -> Values:
 
 def calls_layers(model: Any, batch: Batch, whole: nn.Module) -> Values:
     inner = getattr(model, "module", model)
-    return square(inner.head(inner.blocks[0](inner.stem(batch["x"]))).squeeze(-1), batch)
+    return square(inner.head(inner.hidden(batch["x"])).squeeze(-1), batch)
 
 
 def calls_functionally(model: Any, batch: Batch, whole: nn.Module) -> Values:
