@@ -69,13 +69,12 @@ class Entry:
 
 
 def _is_same(value: Any, other: Any, step: int | None = None) -> bool:
+    def is_kept(old: Any, new: Any) -> bool:
+        return old is new or (type(new) is int and new == step)
+
     if type(value) is type(other) is tuple:
-        return len(value) == len(other) and all(a is b or (type(b) is int and b == step) for a, b in zip(value, other))
-    return (
-        value is other
-        or (type(other) is int and other == step)
-        or (isinstance(value, ATOMS) and type(value) is type(other) and value == other)
-    )
+        return len(value) == len(other) and all(map(is_kept, value, other))
+    return is_kept(value, other) or (isinstance(value, ATOMS) and type(value) is type(other) and value == other)
 
 
 def _join(name: str, key: Any) -> str:

@@ -52,8 +52,8 @@ class ParityCheck:
             pass or a batch draws random numbers.
 
     Raises:
-        UsageError: the result of `forward_step` cannot be the same under all layouts; or
-            an error occurs with several processes, but not with one.
+        UsageError: the result of `forward_step` cannot be the same under all layouts; or an error occurs with several
+            processes, but not with one.
     """
 
     def __init__(self, setup: Setup, checkpoint: Checkpoint, group: CpuGroup, facts: dict[str, Any]):

@@ -169,9 +169,9 @@ def read_folder(data: str, folder: Path, advice: str, kind: Media) -> list[Files
         if not parts[-1] and kind.has == "classes":
             parts[-1] = _by_folder(below, own, left_out, kind)
         if not parts[-1]:
-            for path in map((folder / below).joinpath, METADATA if kind.has == "texts" else ()):
-                if path.is_file():
-                    table_of(str(path), [path], None, {}).check_columns({"--text_column": kind.columns[0]})
+            names = METADATA if kind.has == "texts" else ()
+            for path in filter(Path.is_file, (folder / below / name for name in names)):
+                table_of(str(path), [path], None, {}).check_columns({"--text_column": kind.columns[0]})
             raise UsageError(f"--data {data}: the {kind.name}s in {folder / below} have no {kind.has}: {kind.form}")
     if facts := _counts(left_out):
         say(f"--data {data}: left out: {facts}")

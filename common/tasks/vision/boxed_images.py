@@ -56,23 +56,26 @@ class BoxedImages(Dataset):
     def __len__(self) -> int:
         return len(self.source.rows)
 
+    def _misfit(self, row: int, image: Any, what: str) -> UsageError:
+        name = self.source.images.name(row)
+        return UsageError(f"{name} has {image.width} x {image.height} pixels, but {what}")
+
     def __getitem__(self, index: int) -> dict[str, Any]:
         row = self.source.rows[index]
         image, objects = self.source.images[row].convert("RGB"), self.source.objects[row]
         if self.source.sizes and all(said := self.source.sizes[row]) and _differ(said, image.size):
-            name = f"{self.source.images.name(row)} has {image.width} x {image.height} pixels"
             advice = "scale the boxes, or use an image of that size"
             if not _differ(said, image.size[::-1]):
                 advice = "its orientation tag turns it: swap these numbers if the boxes fit the turned image, or else "
                 advice += "turn the boxes, or remove the tag"
-            raise UsageError(f"{name}, but its table says {said[0]:g} x {said[1]:g}: {advice}")
+            raise self._misfit(row, image, f"its table says {said[0]:g} x {said[1]:g}: {advice}")
         cut, is_mirrored, colours = variation(image.width, image.height, self.flags)
         size, (start, end) = torch.tensor(image.size), torch.tensor(cut).view(2, 2)
         boxes = torch.tensor([box for _, box, _ in objects]).view(-1, 2, 2)  # left and top, width and height
         corners = torch.stack([boxes[:, 0], boxes.sum(1)], 1).clamp(min=0).minimum(size)
         if (corners[:, 0] >= corners[:, 1]).any():
-            name = f"{self.source.images.name(row)} has {image.width} x {image.height} pixels"
-            raise UsageError(f"{name}, but a box is outside: expected left, top, width and height in pixels")
+            what = "a box is outside: expected left, top, width and height in pixels"
+            raise self._misfit(row, image, what)
         stays = ((corners.mean(1) > start) & (corners.mean(1) < end)).all(1)  # by their centres, as in Liu et al. 2016
         corners = ((corners[stays] - start) / (end - start)).clamp(0, 1)
         if is_mirrored:
