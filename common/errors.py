@@ -99,8 +99,9 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message; the name of its class if it has none."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """The first line of an error's message, and the next if it ends in a colon; the name of its class if empty."""
+    first, *more = (str(error).strip() or type(error).__name__).splitlines()
+    return " ".join([first, *map(str.strip, more[: first.endswith(":")])])
 
 
 def place_of(error: BaseException) -> str | None:

@@ -55,6 +55,7 @@ class Evaluation:
         self.eval_sets = {name: resident(eval_set, device) for name, eval_set in eval_sets.items()}
         self.watch = watch
         self.metrics: Metrics = {}
+        self._has_said = False  # that processes have other metrics
         if (name := engine.plan.config.metric_for_best_model) is not None:
             firsts = {key: _first(eval_set) for key, eval_set in eval_sets.items()}
             metrics = self.measure(firsts, poll=lambda: False)
@@ -100,7 +101,24 @@ class Evaluation:
             metrics |= {f"{prefix}{name}": _number(name, value) for name, value in reported.items()}
             if config.save_predictions and engine.accelerator.is_main_process:
                 write_predictions(config.output_dir / f"predictions{'_' * bool(key)}{key}.jsonl", values)
-        return metrics
+        return self._of_main_process(metrics)
+
+    def _of_main_process(self, metrics: Metrics) -> Metrics:
+        """The metrics of the main process. Prints a line if another one has others, once."""
+        first, *others = self.watch.group.all_gather(metrics)
+        differ = [
+            (name, rank, other[name])
+            for rank, other in enumerate(others, start=1)
+            for name in first.keys() & other.keys()
+            if not math.isclose(first[name], other[name], rel_tol=1e-6) and math.isfinite(other[name])
+        ]
+        for name, rank, other in sorted(differ)[: not self._has_said]:
+            self._has_said = True
+            self.engine.accelerator.print(
+                f'summarize or examples gives "{name}" as {first[name]:.4g} in process 0 and {other:.4g} in process '
+                f"{rank}, and the run uses the first: compute it from the values of all samples, which examples gets"
+            )
+        return first
 
 
 def _first(dataset: MapDataset) -> MapDataset:

@@ -38,16 +38,16 @@ class FirstPass:
     # names of things that `forward_step` or a layer changes at each call: variables, numbers, and lists that grow
     keeps: list[str] = field(default_factory=list)
     holds: bool = False  # whether layers hold state or a cache that steps change
+    written_in_evaluation: list[str] = field(default_factory=list)  # names of the buffers that an evaluation changes
     moves: bool = False  # whether a pass changes what later passes use: another evaluation would change them
     files: list[str] = field(default_factory=list)  # files that it opens for writing
-    uneven: list[str] = field(default_factory=list)  # modules that some micro-batches call more often than others
     differentiates: str = ""  # the name of a weight that it differentiates by
 
     @contextmanager
     def watch(self, module: nn.Module, device: torch.device) -> Iterator[None]:
         """Watches the forward pass of a recipe's model in the `with` block."""
         before = {name: (tensor, tensor._version) for name, tensor in module.named_parameters()}
-        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}  # BatchNorm changes no version
+        buffers = _buffers(module)
         states = generator_states(device)
         grad, names = torch.autograd.grad, {id(weight): name for name, (weight, _) in before.items()}
 
@@ -60,8 +60,7 @@ class FirstPass:
             yield
         self.draws = generator_states(device) != states or self.draws
         changed = [name for name, (tensor, version) in before.items() if tensor._version != version]
-        later = dict(module.named_buffers())
-        self.written = changed + [name for name, buffer in buffers.items() if not torch.equal(buffer, later[name])]
+        self.written = changed + _changed(buffers, module)
 
     def compare_halves(
         self,
@@ -73,9 +72,9 @@ class FirstPass:
         sizes: Callable[[], Counter[str]] = Counter,
     ) -> None:
         """Finds values and gradients that depend on the other samples of a micro-batch, in evaluation and in training:
-        takes each half alone. If a pass draws, it takes each half twice, so that each sample gets the same numbers. If
-        layers hold anything, also finds values that the passes change for later passes, and things that grow (`sizes`)
-        with samples that are new to the layers (`unseen`), although their shapes are the same."""
+        takes each half alone; twice if a pass draws or a `collate_fn` sorts, so that each sample has the same numbers
+        and place. If layers hold anything, also finds values that the passes change for later passes, and things that
+        grow (`sizes`) with samples that are new to the layers (`unseen`), although their shapes are the same."""
         size, evaluated = len(ids) // 2, None
         for trains in (False, True) if size else ():
             take, mixed = partial(take_pass, trains), dict[str, None]()
@@ -83,7 +82,9 @@ class FirstPass:
                 whole = take(batch := fetch(ids[: 2 * size]), slice(None))
                 rest, norm, draws = whole.gradient, 0.0, whole.draws or self.draws_for_batches
                 for half in (slice(size), slice(size, 2 * size)):
-                    part = take(_twice(batch, half), half) if draws else take(fetch(ids[half]), slice(None))
+                    alone = fetch(ids[half])
+                    is_apart = draws or _is_sorted(batch, half, alone)
+                    part = take(_twice(batch, half), half) if is_apart else take(alone, slice(None))
                     mixed |= {name: None for name in part.values if not part.is_close(whole, name, tolerance, half)}
                     rest, norm = rest - part.gradient, norm + float(part.gradient.norm())
                 is_sum = whole.draws_backwards or float(rest.norm()) <= 10 * tolerance * norm
@@ -92,6 +93,7 @@ class FirstPass:
                 continue
             self.draws_in_evaluation |= whole.draws and not trains
             self.draws |= whole.draws_backwards
+            self.written_in_evaluation += [] if trains else whole.written
             evaluated = evaluated if trains else whole
             same = {name for name in whole.values if again.is_close(whole, name, tolerance)}
             self.moves |= len(same) < len(whole.values)
@@ -115,7 +117,8 @@ class FirstPass:
     def say(self, plan: Plan, say: Callable[[str], Any]) -> None:
         """Prints one line for each reason why the result depends on how the global batch is divided."""
         size, whole = plan.micro_batch_size, plan.config.batch_size
-        first = {name: next(iter(getattr(self, name)), "") for name in ("files", "keeps", "written", "mixes")}
+        first = {name: next(iter(getattr(self, name)), "") for name in ("files", "keeps", "mixes")}
+        written = [*self.written, *self.written_in_evaluation]
         always = {
             f"the weights are {self.low_weights}: each update is rounded to few bits, and the result depends on how "
             "gradients are added up, by 1 % of the loss; make them float32": self.low_weights,
@@ -126,6 +129,9 @@ class FirstPass:
             "the forward pass draws random numbers in evaluation, too, such as dropout that is always on; they depend "
             "on --micro_batch_size: use self.training, unless this is intended": self.draws_in_evaluation,
             f"the parity check also wrote {first['files']}, which it does not restore": self.files,
+            "an evaluation that is taken twice has two results: the result depends on the number of processes, and is "
+            "not compared with one process; compute the values of forward_step from the batch and the model "
+            "only": self.moves and not (self.keeps or written),
         }
         if_cut = {
             f"each call of forward_step or of a layer changes {first['keeps']}: if it is used, the result depends on "
@@ -136,9 +142,9 @@ class FirstPass:
             f"{size}, not on the number of processes": self.draws,
             "collate_fn or __getitems__ draws random numbers: they depend on --micro_batch_size, here "
             f"{size}, not on the number of processes; random numbers in __getitem__ do not": self.draws_for_batches,
-            f"the forward pass changes {first['written']}, as BatchNorm does, and sees {size} of {whole} samples at a "
-            "time: the result depends on the number of processes; to avoid that, use GroupNorm or "
-            "LayerNorm": self.written,
+            f"the forward pass changes {', '.join(written[:1])}, as BatchNorm does, and sees {size} of {whole} samples "
+            "at a time: the result depends on the number of processes; to avoid that, use GroupNorm or "
+            "LayerNorm": written,
             f'"{first["mixes"]}" of a sample depends on the other samples of its micro-batch, here {size} of {whole}: '
             "the result depends on the number of processes and on --micro_batch_size; mask padding, if there is any; "
             "give fit a loss that compares samples as batch_loss; replace a mean inside forward_step by one value per "
@@ -160,6 +166,7 @@ class Outcome:
     gradient: Tensor  # of the sum of the losses, as sketches of all weights in a row; empty in evaluation
     draws: bool  # whether the forward pass draws from a generator
     draws_backwards: bool  # whether the backward pass does
+    written: list[str]  # names of the buffers that the forward pass changes
 
     def is_close(self, whole: "Outcome", name: str, tolerance: float, half: slice = slice(None)) -> bool:
         """Whether a value is close, relative to its sample or a larger mean; True if shapes differ, as answers' do."""
@@ -173,12 +180,14 @@ class Outcome:
 
 def outcome_of(model: nn.Module, values_of: NumberedStep, step: int, trains: bool, batch: Batch, own: slice) -> Outcome:
     """The outcome of a batch, in which only the samples of `own` count."""
-    found = list[tuple[Tensor, bool, bool]]()
+    found = list[tuple[Tensor, bool, bool, list[str]]]()
 
     def noted(batch: Batch, step: int) -> Values:
         device = next(value.device for value in batch.values() if isinstance(value, Tensor))
         states = [generator_states(device)]
+        buffers = _buffers(model)
         whole = {name: batch[name] for name in {"weight"} & {*batch}} | values_of(model, batch, step)
+        written = _changed(buffers, model)
         values = {name: value[own] for name, value in whole.items()}
         states.append(generator_states(device))
         losses = [values["loss"]] if "loss" in values else values.values()  # else for a batch_loss
@@ -186,10 +195,16 @@ def outcome_of(model: nn.Module, values_of: NumberedStep, step: int, trains: boo
         weights = [weight for weight in model.parameters() if weight.requires_grad]
         gradients = torch.autograd.grad(sums, weights, materialize_grads=True) if sums else ()
         sketches = torch.cat([torch.zeros(1), *(Sketch.of(each).sums for each in gradients if not each.is_sparse)])
-        found.append((sketches, states[0] != states[1], states[1] != generator_states(device)))
+        found.append((sketches, states[0] != states[1], states[1] != generator_states(device), written))
         return {name: value.detach() for name, value in values.items()}
 
     return Outcome(evaluate_batch(model, noted, batch, step, trains), *found[0])
+
+
+def _is_sorted(batch: Batch, half: slice, alone: Batch) -> bool:
+    """Whether this half of a batch has other samples than the batch of them `alone`, but for padding."""
+    pairs = [(value[half], alone.get(name)) for name, value in batch.items() if isinstance(value, Tensor)]
+    return any(isinstance(own, Tensor) and own.shape == part.shape and not part.equal(own) for part, own in pairs)
 
 
 def _twice(batch: Batch, half: slice) -> Batch:
@@ -199,13 +214,30 @@ def _twice(batch: Batch, half: slice) -> Batch:
 
 
 def evaluate_batch(model: nn.Module, evaluate: Pass, batch: Batch, step: int, trains: bool = False) -> Values:
-    """The values of `forward_step` in evaluation, or training (`trains`). Changes neither the batch nor a generator."""
+    """The values of `forward_step` in evaluation, or training (`trains`). Changes no batch, no generator and, in
+    evaluation, no buffer."""
     kept = {name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()}
     device = next(value.device for value in kept.values() if isinstance(value, Tensor))
     mode = nullcontext() if trains else evaluating(model)
     with _no_new_weights(model), torch.set_grad_enabled(trains), mode, restore_generators(device):
         seed_forward(0, EVALUATION, 0, device)
-        return evaluate(kept, step)
+        buffers = {} if trains else _buffers(model)
+        values, written = evaluate(kept, step), _changed(buffers, model)
+        for name in written:
+            model.get_buffer(name).data = buffers[name]
+        return values
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Copies of the buffers: BatchNorm changes no version."""
+    return {name: buffer.clone() for name, buffer in module.named_buffers()}
+
+
+def _changed(before: dict[str, Tensor], module: nn.Module) -> list[str]:
+    """The names of the buffers that are no longer as `before`; but a table may have grown."""
+    now = dict(module.named_buffers())
+    parts = {name: now[name][tuple(map(slice, old.shape))] for name, old in before.items() if name in now}
+    return [name for name, part in parts.items() if not torch.equal(part, before[name])]
 
 
 @contextmanager

@@ -37,7 +37,7 @@ class Rehearsal:
     moved: dict[int, Step]  # the same from weights that are perturbed by rounding errors: a trajectory amplifies them
     first: Step  # the first step of the run
     is_low: bool  # whether a layer computes with fewer bits than float32
-    keeps: str  # names of values in layers that the first steps changed
+    keeps: str  # names of buffers, and of values in layers, that the first steps changed
 
     @classmethod
     def take(cls, run: ReferenceRun, first: Step, first_pass: FirstPass, number: int) -> "Rehearsal | None":
@@ -54,7 +54,7 @@ class Rehearsal:
         with suppress(Exception), with_full_weights(run.setup.model):
             steps = run.steps(numbers, None, compares=first_pass, first=number)
             moved = Perturbed.take(run, numbers, ROUNDINGS[0], number).steps
-            held = run.changes.in_model[:2] if run.changes else []
+            held = [*first_pass.written, *(run.changes.in_model if run.changes else ())][:2]
             return cls(steps, moved, first, run.is_low, " or ".join(held))
         return None
 

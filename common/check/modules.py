@@ -41,7 +41,7 @@ class ModuleTrace:
     classes: dict[str, str] = field(default_factory=dict)  # {module: name of its class}
     followers: dict[str, dict[str, None]] = field(default_factory=dict)  # {module: modules that take its output}
     is_low: bool = False  # whether a module computed with fewer bits than float32
-    num_calls: Counter[tuple[int, str]] = field(default_factory=Counter)  # of a module in a row, also without gradients
+    num_calls: Counter[tuple[int, str]] = field(default_factory=Counter)  # of a module in a row
 
     @contextmanager
     def watch(self, engine: Engine) -> Iterator[None]:
@@ -65,11 +65,6 @@ class ModuleTrace:
         for tensor in tensors_in((args, named)):
             if (giver := getattr(tensor, "_module", None)) is not None:
                 self.followers.setdefault(giver, {})[name] = None
-
-    def uneven(self) -> list[str]:
-        """The modules that some micro-batches call more often than others."""
-        rows = {row for row, _ in self.num_calls}
-        return [name for name in self.classes if len({self.num_calls[row, name] for row in rows}) > 1]
 
     def _after(self, engine: Engine, name: str, module: nn.Module, args: Any, output: Any) -> None:
         row, size = engine.row, engine.plan.micro_batch_size

@@ -19,11 +19,9 @@ from ..errors import RunError, UsageError, annotate_errors, list_samples, needs_
 from ..failure import line_of
 from ..package import is_own
 from ..parallel.ddp import DDP
-from ..parallel.sharding import gathers_again
 from ..parallel.strategies import main_strategy, prepare, strategies_of
 from ..step.engine import StepResult
 from ..step.setup import Setup
-from ..weights.shards import is_gathered
 from .compare import Gap, Key, fingerprints, replica_gaps, step_gaps, weight_gap
 from .first_difference import FirstDifference
 from .first_pass import FirstPass
@@ -219,12 +217,6 @@ class ParityCheck:
     def _check_step(self, number: int, micro_batches: Sequence[Batch]) -> StepResult:
         """Takes a step, and compares it with the same step of one process."""
         engine, sizes = self.engine, self._block_sizes.get(number)
-        for name, module in engine.running_modules():
-            if name in self._first_pass.uneven and is_gathered(module) and gathers_again(self.layout):
-                raise UsageError(
-                    f"some micro-batches call {name} more often than others: processes would wait for each other, as "
-                    f"{self.layout} gathers its weights at each call: use {main_strategy(self.layout).fallback}"
-                )
         modules = None if self.plan.config.compile or sizes is None else ModuleTrace(block_sizes=sizes)
         with gradients_of(engine._own_optimizer, lambda: engine.saved_tensors().items()) as gradients:
             evaluates = "" if self._first_pass.moves else self._first_pass.evaluation_at(number, self.numbers)

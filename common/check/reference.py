@@ -277,10 +277,9 @@ def take_reference(run: ReferenceRun, numbers: range, first_pass: FirstPass) -> 
             raise
         raise NotChecked("one device has too little memory for the whole model") from None
     assert run.changes is not None
-    first_pass.keeps += run.changes.names + run.changes.in_model * first_pass.moves
-    first_pass.moves |= bool(first_pass.keeps or run.changes.generators)
+    first_pass.keeps += run.changes.names + run.changes.generators + run.changes.in_model * first_pass.moves
+    first_pass.moves |= bool(first_pass.keeps)
     first_pass.files = run.changes.files
-    first_pass.uneven = [name for step in steps.values() for name in step.modules.uneven()]
     types = {str(weight.dtype).removeprefix("torch.") for weight in setup.model.parameters() if weight.requires_grad}
     low = first_pass.low_weights = ", ".join(types & {"bfloat16", "float16"})
     first_pass.has_low_layers = run.is_low and not low and setup.plan.layout.precision == "float32"

@@ -22,6 +22,8 @@ class Absent(Tensor):
     origin: str
     numbers: Tensor
     is_trained = False  # whether the weight that it stands for has requires_grad
+    twin: Tensor | None = None  # the weight itself, if another stage of this process has it
+    home: Any = None  # the stage with whose model it is
     in_front = False  # whether a pass has not reached the layers of its stage: then it may write what is dropped
 
     @staticmethod
@@ -50,10 +52,16 @@ class Absent(Tensor):
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Absent)]
+        if any(each.twin is not None and each.home.running is None for each in given):  # outside of passes
+            of_twin = lambda each: each if each.twin is None else each.twin  # noqa: E731
+            args, kwargs = tree_map_only(Absent, of_twin, (args, kwargs or {}))
+            return function(*args, **kwargs)
         if READS & {*function.tags}:
             raise given[0].refusal(f"branches on {given[0].origin}, or a value computed from it")
         written = args[0] if function._schema.is_mutable and args else None
         if isinstance(written, Absent) and function._schema.name.endswith("_"):
+            if written.twin is not None and written.home.running is not written.home:
+                raise written.refusal(f"writes {written.origin}, but not of the model that forward_step is given,")
             return written  # there is nothing to write
         if written is not None and not cls.in_front:
             raise given[0].refusal(f"writes a value computed from {given[0].origin} into another tensor")
@@ -71,11 +79,12 @@ class Absent(Tensor):
     @property
     def grad(self) -> Any:
         """Also absent, like the weight: a norm of all gradients needs it."""
-        return Absent(self, self.origin, self.numbers)
+        return Absent(self, self.origin, self.numbers) if self.twin is None else self.twin.grad
 
     @grad.setter
     def grad(self, value: Any) -> None:
-        pass
+        if self.twin is not None:
+            self.twin.grad = value
 
     @property
     def requires_grad(self) -> bool:

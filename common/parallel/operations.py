@@ -101,7 +101,8 @@ def watched(engine: Engine, styles: Mapping[str, str]) -> NumberedStep:
 
     def passed(model: Any, batch: Batch, number: int, is_training: bool, is_first: bool) -> dict[str, Tensor]:
         key = (is_training, *((name, value.shape) for name, value in batch.items() if isinstance(value, Tensor)))
-        is_read = plan.reads(number + 1) if is_training else (False, number) != last[0]
+        is_rehearsal = plan.layout.device == "cpu"  # in which all passes of an evaluation are read
+        is_read = plan.reads(number + 1) if is_training else is_rehearsal or (False, number) != last[0]
         if not (styles and (is_read or key not in seen or is_first)):
             return forward_step(model, batch, number)
         seen.add(key)

@@ -20,12 +20,11 @@ from ..step.batch_loss import Values
 from ..step.engine import Engine, StepResult
 from ..step.guards import not_used
 from ..step.setup import Setup, compile_if_asked
-from ..weights.shards import checkpoint_tensors, local, norm_over_processes, whole
+from ..weights.shards import checkpoint_tensors, gathers_again, local, norm_over_processes, whole
 from .absent import FALLBACK, Absent, refuse_absent
 from .chain import cut_of
 from .grid import Part
 from .schedules import SCHEDULES, Shape, cost, make_steps
-from .sharding import gathers_again
 from .stages import Cut, Stage, copied, entry_of, forward_hooks, in_one_stage, leave_before_layers, num_hooks
 from .strategy import Division, Strategy
 
@@ -183,8 +182,9 @@ class PipelineEngine(Engine):
         division.apply(Part(self._entry, self._entry), weights=False)
         for part in (*(stage.model for stage in stages.values()), self._entry):  # adds only mixed precision
             setup.accelerator.prepare_model(part, device_placement=False, evaluation_mode=True)
+        here = dict(chain.from_iterable(stage.model.named_parameters() for stage in stages.values()))
         for stage in stages.values():
-            stage.name_all()
+            stage.name_all(here)
         return stages
 
     @property
@@ -237,6 +237,7 @@ class PipelineEngine(Engine):
                 sum_over_replicas(index == len(micro_batches) - 1)
 
         self._take_passes(shapes, before)
+        Stage.running = None
         self._refuse_new_hooks()
         refuse_absent([weight.grad for weight in self._updated_tensors()], "a gradient")
         self._sum_over_replicas()
@@ -265,6 +266,7 @@ class PipelineEngine(Engine):
                 elif self.process == receiver:
                     hidden = torch.empty(shape[0], dtype=shape[1], device=self.device)
                     dist.recv(hidden, group_src=process, group=self.group)
+        Stage.running = None
         self._refuse_new_hooks()
         return result if self._is_last else {}
 

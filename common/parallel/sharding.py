@@ -20,11 +20,6 @@ def without_effect(policy: object, min_num_params: object) -> list[str]:
     return ["fsdp_auto_wrap_policy"] * (policy in ("NO_WRAP", "SIZE_BASED_WRAP")) + ["fsdp_min_num_params"] * is_set
 
 
-def gathers_again(layout: Layout) -> bool:
-    """Whether a layer's weights are freed between the forward and the backward pass, as the config file says."""
-    return layout.environment.settings.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() != "false"
-
-
 def offloads(layout: Layout) -> bool:
     """Whether shards are in CPU memory, as the config file says."""
     return layout.environment.is_true("fsdp_offload_params")

@@ -108,7 +108,7 @@ class Stage(nn.Module):
 
     run: Run
     shape: tuple[torch.Size, torch.dtype] | None = None  # of the hidden states that the next stage expects
-    running: "Stage | None" = None  # of the stages of this process, the one whose pass began last
+    running: "Stage | None" = None  # of the stages of this process, the one whose pass began last; None: no pass runs
     _states: list[Any] | None = None  # of the generators, before the first layer of a pass
     _returned: Tensor | None = None  # by the last layer
     others: Mapping[Tensor, str] = {}  # {weight of the other stage here: its name}, to look for in a pass
@@ -164,11 +164,12 @@ class Stage(nn.Module):
             raise _other_path(f"calls {name} by itself")
         return forward(*args, **named)
 
-    def name_all(self) -> None:
-        """Puts placeholders where other stages' weights were, and watches the last layer's output, after all hooks."""
+    def name_all(self, here: Mapping[str, Tensor] = {}) -> None:
+        """Puts placeholders where other stages' weights were, and watches the last layer's output, after all hooks.
+        `here`: {name: weight} of all stages of this process."""
         self.layers[-1].register_forward_hook(self._after_layers)
         for weights, key, placeholder in self._absent:
-            weights[key] = placeholder
+            weights[key], placeholder.twin, placeholder.home = placeholder, here.get(placeholder.origin), self
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The weights of this stage, which torch's schedules look for in the graph."""

@@ -18,6 +18,7 @@ from ..seeds import CPU, restore_generators
 from .batch_loss import BatchLoss, BatchLossFn
 from .guards import always_calls, knows_what_is_trained
 from .options import FitOptions
+from .same_path import SamePath
 from .values import check_values
 
 
@@ -76,6 +77,8 @@ class Setup:
             forward_step = knows_what_is_trained(model, forward_step)
             if plan.layout.pp == 1:
                 forward_step = always_calls(model, forward_step)
+                if not plan.config.compile:
+                    forward_step = SamePath(model, plan).follow(forward_step)
         loss = self.batch_loss
         return forward_step, None if loss is None else BatchLoss(loss, plan, self.accelerator.device)
 

@@ -79,7 +79,7 @@ DRAWN: dict[tuple[str, str], str | None] = {
     (
         "model adaptive_depth",
         "fsdp2",
-    ): "some micro-batches call extra more often than others: processes would wait for each other, as FSDP2 gathers",
+    ): "after it calls extra, and not every process does: FSDP2 gathers the weights of a layer at each call",
     ("model empty_weight", "fsdp2"): "FSDP2 cannot train this: RuntimeError: _chunk_cat expects",
     ("model empty_weight", "deepspeed_zero2"): None,
     ("model complex_weight", "fsdp2"): None,
@@ -198,6 +198,35 @@ def test_state_of_layers_is_said(tmp_path: Path, habit: str, name: str) -> None:
     run = fork(tmp_path / "run", "ddp", USERS, f"--model {habit} --hang_timeout 60")
     line = f"each call of forward_step or of a layer changes {name}: if it is used, the result dep"
     assert run.stdout.count(line) == 1
+
+
+DEPENDS = "the result depends on the n"
+
+
+@pytest.mark.parametrize(
+    ("habit", "config", "line"),
+    [
+        (
+            "step draws_in_evaluation",
+            "ddp",
+            f"each call of forward_step or of a layer changes OWN: if it is used, {DEPENDS}",
+        ),
+        ("step counts_in_a_logger", "ddp", f"an evaluation that is taken twice has two results: {DEPENDS}"),
+        ("model buffer_of_evaluations", "fsdp2", "the forward pass changes mean, as BatchNorm does, and sees 2 of 8"),
+        (
+            "step counts_right_answers --summary of_own_samples",
+            "ddp",
+            'summarize or examples gives "right" as ',
+        ),
+        ("model growing_table", "ddp", ""),
+        ("collate_fn sorts", "ddp", ""),
+    ],
+)
+def test_what_evaluations_depend_on_is_said(tmp_path: Path, habit: str, config: str, line: str) -> None:
+    """They were other ones on several processes, without a line; the last two are the same, and a line said they were
+    not."""
+    run = fork(tmp_path / "run", config, USERS, f"--{habit} --hang_timeout 60")
+    assert run.stdout.count(line) == 1 if line else "depends on" not in run.stdout
 
 
 def assert_close(run: Run, expected: Run) -> None:

@@ -74,6 +74,7 @@ BEGINS: dict[tuple[str, str], str | None] = {
     ("norm_in_step", "ddp"): None,
     **{(f"plateau{often}", "ddp"): None for often in ("", " --eval_every 1")},
     ("momentum", "ddp"): None,
+    **{(what, config): None for what in ("no_gradient", "masks", "limits") for config in PIPELINES},
     ("running_mean", "tensor_parallel"): None,
     ("norm_in_step", "interleaved"): None,
     (
@@ -88,6 +89,9 @@ BEGINS: dict[tuple[str, str], str | None] = {
     ("cap", "tensor_parallel"): "linalg_vector_norm",
     ("dropout", "tensor_parallel"): "in step 4 a pass computes",
     ("units", "tensor_parallel"): "process 1's blocks.0.active differs from the processes before it",
+    **{("once_more", config): None for config in ("ddp", "fsdp2", "hsdp", "deepspeed_zero3")},
+    ("for_some", "ddp"): None,
+    **{("for_some", config): ", and not every process does:" for config in ("fsdp2", "hsdp", "deepspeed_zero3")},
     ("skipped_layer", "ddp"): "no pass of this step uses blocks.1.norm.weight, as earlier steps did, and DDP waits for",
     ("penalty", "tensor_parallel"): "TP 2 cannot train this: RuntimeError",
     ("list", "pipeline_parallel"): f"activity, {OTHER}",

@@ -56,6 +56,19 @@ def mean_of_evaluations(model: nn.Module, hidden: Tensor, x: Tensor) -> Tensor:
     return hidden - model.calls
 
 
+def buffer_of_evaluations(model: nn.Module, hidden: Tensor, x: Tensor) -> Tensor:
+    """As of metrics in layers, which begin again in each evaluation."""
+    model.mean = model.mean * 0 if model.training else model.mean + hidden.mean(0)
+    return hidden
+
+
+def growing_table(model: nn.Module, hidden: Tensor, x: Tensor) -> Tensor:
+    """Its values are the same for all lengths."""
+    if model.table.shape[0] <= (longest := int(x.abs().max() * 4)):
+        model.table = torch.arange(longest + 1.0)
+    return hidden + model.table[(x.abs() * 4).long()]
+
+
 def mean_of_calls(model: nn.Module, hidden: Tensor, x: Tensor) -> Tensor:
     """The same in training."""
     model.calls = 0.9 * model.calls + 0.1 * hidden.detach().mean(0)
@@ -185,6 +198,8 @@ AROUND: dict[str, tuple[Callable[..., Tensor], Callable[[], nn.Module]]] = {
     "counter": (counter, nn.Identity),
     "python_counter": (python_counter, nn.Identity),
     "mean_of_evaluations": (mean_of_evaluations, nn.Identity),
+    "buffer_of_evaluations": (buffer_of_evaluations, nn.Identity),
+    "growing_table": (growing_table, nn.Identity),
     "bank_of_training": (bank_of_training, nn.Identity),
     "bank_of_samples": (bank_of_samples, nn.Identity),
     "mean_through_data": (mean_through_data, nn.Identity),
@@ -216,6 +231,7 @@ class Around(Net):
         self.by_sample, self.plain = dict[tuple, Tensor](), torch.zeros(WIDTH)
         self._no_split_modules = ["Block", "OneWeight"]  # FSDP2 gathers weights of one type at a time
         self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("table", torch.zeros(1), persistent=False)
         self.register_buffer("queue", torch.randn(8, WIDTH))
 
     def hidden(self, x: Tensor) -> Tensor:

@@ -64,6 +64,8 @@ class Block(nn.Module):
 
 
 class LateNet(nn.Module):
+    _no_split_modules = ["Block"]  # FSDP2 gathers each by itself
+
     def __init__(self, what: str):
         super().__init__()
         self.what, self.stem, self.head = what, nn.Linear(WIDTH, 16), nn.Linear(16, 1)
@@ -79,6 +81,8 @@ class LateNet(nn.Module):
             if what != "skipped_layer" or number != 1:
                 hidden = block(hidden, self.what)
                 kept.append(block.activity)
+            if (what == "once_more" or (what == "for_some" and x.sum() > 0)) and number == 1:
+                hidden = block(hidden, self.what)
             if what == "between":  # the stages of a pipeline
                 hidden = 0.9 * hidden
         if what == "skip_connection":
@@ -161,6 +165,17 @@ def shrink_weights(*others: Any, weights: list[Tensor]) -> None:
         weight.data.mul_(0.9)
 
 
+def freeze_head(*others: Any, model: nn.Module) -> None:
+    """As DINO does with its last layer."""
+    for weight in model.head.parameters() if is_late() else ():
+        weight.grad = None
+
+
+def mask_weights(*others: Any, model: nn.Module) -> None:
+    for weight in model.parameters() if is_late() else ():
+        weight.data.mul_(0.9)
+
+
 def shrink(optimizer: Any, *others: Any, what: str) -> None:
     """Changes gradients by their norms, or by random numbers."""
     for weight in (weight for group in optimizer.param_groups for weight in group["params"] if is_late()):
@@ -187,6 +202,12 @@ def main(config: Config) -> None:
         optimizer.register_step_pre_hook(partial(clip, model=model))
     if config.what == "captured_weights":  # which FSDP2 replaces
         optimizer.register_step_pre_hook(partial(shrink_weights, weights=[*model.parameters()]))
+    if config.what == "no_gradient":
+        optimizer.register_step_pre_hook(partial(freeze_head, model=model))
+    if config.what == "limits":
+        optimizer.register_step_pre_hook(lambda *others: nn.utils.clip_grad_value_(model.parameters(), 0.05))
+    if config.what == "masks":
+        optimizer.register_step_post_hook(partial(mask_weights, model=model))
     if config.what == "own_momentum":
         optimizer.register_step_pre_hook(partial(follow_the_loss, model=model.blocks[0]))
     if config.what in ("norm_in_step", "noise_in_step"):

@@ -24,7 +24,10 @@ MODELS |= {
 }
 OPTIMIZERS = optimizers.ZOO | optimizers.HABITS | optimizers.OTHERS
 STEPS, SETS = steps.HABITS | steps.MISTAKES, samples.SETS | samples.MISTAKEN_SETS
-SUMMARIES = {"verdict": lambda means: means | {"verdict": "good"}}
+SUMMARIES = {
+    "verdict": lambda means: means | {"verdict": "good"},
+    "of_own_samples": lambda means: means | {"right": steps.RIGHT[0]},
+}
 
 ZOO_MODELS, ZOO_OPTIMIZERS = [*families.ZOO, *ZOO], [*optimizers.ZOO]
 HABITS = [

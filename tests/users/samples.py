@@ -116,7 +116,10 @@ def masked(samples: list[dict[str, Any]]) -> Batch:
     return batch | {"x": batch["x"] * (torch.rand(batch["x"].shape) > 0.2)}
 
 
-COLLATE_FNS = {"masks": masked}
+COLLATE_FNS = {
+    "masks": masked,
+    "sorts": lambda each: default_collate(sorted(each, key=lambda one: float(one["y"]))),  # as packed sequences need
+}
 SAMPLERS: dict[str, Callable[[int, torch.Generator], Any]] = {
     "weighted": lambda epoch, generator: list(WeightedRandomSampler([1.0, 2.0] * 16, 32)),
     "of_numpy": lambda epoch, generator: numpy.random.permutation(32),

@@ -1,6 +1,7 @@
 """Habits of `forward_step`, and mistakes. Each takes (model, batch, whole); `whole` is the model from outside."""
 
 import itertools
+import logging
 import random
 import sys
 from collections.abc import Callable
@@ -22,7 +23,7 @@ Values = dict[str, Tensor]
 Step = Callable[..., Values]
 EARLIER: list[float] = []
 TEACHER: list[nn.Module] = []
-COUNT, PASSES = itertools.count(), {"number": 0}
+COUNT, PASSES, LOGGER, RIGHT = itertools.count(), {"number": 0}, logging.Logger("own"), [0.0]
 
 
 def square(output: Tensor, batch: Batch) -> Values:
@@ -53,6 +54,24 @@ def calls_functionally(model: Any, batch: Batch, whole: nn.Module) -> Values:
 
 def calls_twice(model: Any, batch: Batch, whole: nn.Module) -> Values:
     return square((model(batch["x"]) + model(-batch["x"])) / 2, batch)
+
+
+def draws_in_evaluation(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    own = 1.0 if model.training else torch.rand(1, generator=OWN)
+    return square(model(batch["x"] * own), batch)
+
+
+def counts_in_a_logger(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    """In evaluations; nothing looks into a logger."""
+    LOGGER.level += not model.training
+    return square(model(batch["x"] * (1 if model.training else 1 + 0.01 * LOGGER.level)), batch)
+
+
+def counts_right_answers(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    """Its own samples alone, for `summarize`."""
+    output = model(batch["x"])
+    RIGHT[0] += 0.0 if model.training else float((output > 0).sum())
+    return square(output, batch)
 
 
 def changes_the_batch(model: Any, batch: Batch, whole: nn.Module) -> Values:
@@ -283,6 +302,9 @@ HABITS: dict[str, Step] = {
     for one in (
         closes_over_the_model,
         calls_module,
+        counts_in_a_logger,
+        counts_right_answers,
+        draws_in_evaluation,
         calls_layers,
         calls_functionally,
         calls_twice,
