@@ -85,7 +85,7 @@ def work(folder: Path, layers: int) -> dict[str, list[float]]:
     watch, state = Watch(accelerator, plan, group), TrainState()
     seconds["set-up"].append(time.perf_counter() - started)
     # A save asks whether the older checkpoint is of this run: by settings and samples.
-    with Saver(engine, {"samples": {}}, group, watch) as saver:
+    with Saver(engine, {"samples": {}}, group, watch, lambda step, finish: None) as saver:
         for number in range(1, ROUNDS + 1):
             state.step = number
 

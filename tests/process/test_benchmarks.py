@@ -99,6 +99,7 @@ def place(script: str, folder: Path) -> Path:
     return (folder if script.startswith("docs/") and "walk" not in script else ROOT) / script
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("script", FORKED)
 def test_script_prints_a_table_of_numbers(tmp_path: Path, script: str) -> None:
     folder = folder_of(tmp_path)
@@ -129,6 +130,7 @@ def assert_ran(script: str, run: Run, folder: Path) -> None:
         assert numbers_in(run.stdout) >= 1, run.stdout
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("script", LAUNCHED)
 def test_launched_script_trains(tmp_path: Path, script: str) -> None:
     config, flags = LAUNCHED[script]
