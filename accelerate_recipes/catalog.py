@@ -18,17 +18,15 @@ MOST_PROCESSES = 10**6  # that a config may ask for
 # Drivers of NVIDIA's (also under WSL), AMD's, Intel's and Ascend's accelerators.
 DRIVERS = [Path("/dev") / name for name in ("nvidiactl", "dxg", "kfd", "dri", "davinci_manager")]
 
-GROUPS = {  # task: its recipes
-    "Classify, tag or score": ("mnist", "image_classification", "text_classification", "token_classification"),
-    "Find objects and regions in images": ("detection", "segmentation"),
-    "Train or adapt a language model": (
-        *("transformer", "masked_lm", "finetune", "distillation", "preferences", "vision_language"),
+GROUPS = {  # task: its recipes, as in the README
+    "Get started": ("mnist", "linear_regression"),
+    "Train a language model": ("transformer", "masked_lm", "finetune", "distillation", "preferences"),
+    "Classify, tag or search texts": (
+        *("text_classification", "token_classification", "question_answering", "embeddings"),
     ),
-    "Search by meaning, find answers": ("embeddings", "question_answering"),
     "Translate or summarize": ("translation",),
-    "Transcribe or classify recordings": ("speech",),
-    "Generate images": ("diffusion",),
-    "Fit numbers": ("linear_regression",),
+    "Work with images": ("image_classification", "detection", "segmentation", "vision_language", "diffusion"),
+    "Work with audio": ("speech",),
 }
 
 
@@ -37,16 +35,15 @@ def show(as_json: AsJson = False) -> None:
 
     Example: accelerate-recipes list
     """
-    recipes, num_gpus = [read_recipe(path) for path in bundle.recipes()], count_gpus()
+    recipes, num_gpus = {path.stem: read_recipe(path) for path in bundle.recipes()}, count_gpus()
     configs = [_read_config(path, num_gpus) for path in bundle.configs()]
     if as_json:
-        print_json({"recipes": recipes, "configs": configs})
+        print_json({"recipes": [*recipes.values()], "configs": configs})
         return
     for title, names in GROUPS.items():
         print(f"{title}\n")
-        for recipe in recipes:
-            if recipe["name"] in names:
-                print_entry(recipe)
+        for name in names:
+            print_entry(recipes[name])
     print("Where it runs\n")
     for config in configs:
         print_entry(config)

@@ -1,7 +1,9 @@
 """Promise: `accelerate-recipes` lists what there is, makes projects, and refuses bad input in one line."""
 
+import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -39,7 +41,12 @@ def test_list_reads_every_header(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     grouped = [name for names in GROUPS.values() for name in names]
     names = {recipe["name"] for recipe in found["recipes"]}
     assert names == {*grouped} and len(grouped) == len({*grouped})
-    assert {*GROUPS} < {*printed.splitlines()} and printed.index("Fit numbers") < printed.index("linear_regression\n")
+    assert {*GROUPS} < {*printed.splitlines()} and printed.index("Get started") < printed.index("linear_regression\n")
+    table = re.findall(r"^\|(.*?)\| \[(\w+)\]\(docs/recipes/", (ROOT / "README.md").read_text(), re.MULTILINE)
+    titles = itertools.accumulate((title.strip() for title, _ in table), lambda before, title: title or before)
+    assert [(title.capitalize(), name) for title, (_, name) in zip(titles, table)] == [
+        (title, name) for title, names in GROUPS.items() for name in names
+    ]
 
 
 def test_shell_completes_commands_and_flags(
