@@ -199,4 +199,4 @@ def _of_the_loop(error: UsageError, config: Config) -> Finding:
     edits = [edit for edit in error.edits if edit.value is not None or edit.key in config.section(edit.section)]
     advice = join_advice(error.instead, error.beside).removeprefix("use ").removeprefix("run ")
     typed = error.beside if edits else advice
-    return Finding(error.what, "a run ends with this line", *edits, typed or "what the line says" * (not edits))
+    return Finding(error.what, "a run would stop with this error", *edits, typed or "what the line says" * (not edits))

@@ -116,7 +116,7 @@ def find_checkpoint(setup: Setup, identity: dict[str, Any], group: CpuGroup) -> 
         return Checkpoint(path, reader, trained, other_evaluation)
 
     if wanted == "latest" and group.broadcast(starts_over(plan.config.output_dir)):
-        print_once(f"an interrupted run was replacing what is in {plan.config.output_dir}: starting afresh")
+        print_once(f"an earlier run stopped while it replaced {plan.config.output_dir}: starting afresh")
         return Checkpoint()
     if wanted == "latest":
         try:

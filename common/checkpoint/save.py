@@ -58,7 +58,7 @@ class Saver:
             flush(folder.parent)  # once in a run: a run that was killed may have made it
             write_model(self._engine.module, folder / MODEL_FILES, config.export_dtype, export, with_weights=False)
         except Exception as error:  # any: `export` is the recipe's. The checkpoint is complete without these files.
-            print(f"accelerate-recipes export will have weights, but lack other files: {first_line(error)}", flush=True)
+            print(f"accelerate-recipes export will write only weights, no other files: {first_line(error)}", flush=True)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:

@@ -70,7 +70,7 @@ def checkpoint_tensors(module: nn.Module) -> dict[str, Tensor]:
     `peft_adapter`, whose other weights exist elsewhere."""
     state = module.state_dict(keep_vars=True)
     for name in [name for name, value in state.items() if not isinstance(value, Tensor)]:
-        raise UsageError(f"{name} of the model's state_dict is no tensor: hold it in a buffer, not in get_extra_state")
+        raise UsageError(f"{name} in the model's state_dict is not a tensor: use a buffer, not get_extra_state")
     if getattr(module, "peft_adapter", None) is None:
         return state
     return {name: tensor for name, tensor in state.items() if tensor.requires_grad}

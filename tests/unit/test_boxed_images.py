@@ -262,7 +262,7 @@ def test_the_size_of_an_image_before_its_turn(tmp_path: Path) -> None:
 
 def test_boxes_as_shares_of_the_image_are_refused(tmp_path: Path) -> None:
     found = [{"bbox": [0.1, 0.25, 0.5, 0.5], "category_id": 7}, {"bbox": [0, 0, 1, 1], "category_id": 5000}]
-    with pytest.raises(UsageError, match="no number of its boxes is above 1: expected pixels, not shares"):
+    with pytest.raises(UsageError, match="no box has a number above 1: expected pixels, not fractions"):
         load(write(tmp_path, found=found))
 
 

@@ -258,9 +258,7 @@ def test_splits_and_their_leavings_are_said(tmp_path: Path, capsys: Out) -> None
     train, test = load(tmp_path)
     assert train.classes == test.classes == ["cat", "dog", "eel"] and found(test) == [("cat", 2), ("eel", 3)]
     lines = capsys.readouterr().out.splitlines()
-    assert (
-        "train for training and test for evaluation, by the names of the folders, so they are not classes" in lines[0]
-    )
+    assert "train for training and test for evaluation: these folders are splits, not classes" in lines[0]
     assert "left out: images in other folders: 1, such as val/cat/4.png" in lines[1]
     assert lines[2].endswith("2 images for training and 2 images for evaluation, 3 classes: cat 2, dog 1, eel 1")
     assert lines[3].endswith("classes of the evaluation that no image for training has: eel")

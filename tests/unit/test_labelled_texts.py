@@ -198,7 +198,7 @@ def test_classes_that_may_be_a_mistake(
 @pytest.mark.parametrize("cells", [["[1, 5]", "[5]", "[]"], ["[27 3]", "[3]", "[27]"]])
 def test_lists_of_numbers_that_became_texts(tmp_path: Path, cells: list[str]) -> None:
     rows = [f'{{"text": "t {number}", "label": "{cells[number % 3]}"}}' for number in range(30)]
-    with pytest.raises(UsageError, match=r"a list or dict is text in a cell, \["):
+    with pytest.raises(UsageError, match=r"a cell has a list or dict as text, \["):
         load_labelled_texts(write(tmp_path / "a.jsonl", *rows), target="classes")
 
 
@@ -217,6 +217,7 @@ def test_numbers_of_classes_in_lists(tmp_path: Path) -> None:
 
 def test_ids_are_no_classes(tmp_path: Path) -> None:
     data = write(tmp_path / "a.csv", "text,label", *(f"t,{10**12 + number}" for number in range(50)))
-    line = "50 texts have 1000000000000, 1000000000001, 1000000000002, 1000000000003, 1000000000004, 1000000000005, ..."
+    ids = ", ".join(str(10**12 + number) for number in range(6))
+    line = f"50 texts have classes like ids, {ids}, ... (50 in all): expected several of each"
     with pytest.raises(UsageError, match=re.escape(line)):
         load_labelled_texts(data)

@@ -137,7 +137,7 @@ def test_adapters_of_peft_go_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "line"),
     [
-        (lambda folder: of_peft(folder, modules_to_save=["norm"]), "is more than the matrices of LoRA"),
+        (lambda folder: of_peft(folder, modules_to_save=["norm"]), "has more than the matrices of LoRA"),
         (
             lambda folder: of_peft(folder, save_embedding_layers=True),
             r"has more weights .* such as base_model.*lm_head\.weight: merge it with PEFT",

@@ -196,7 +196,7 @@ def test_wrong_masks(tmp_path: Path) -> None:
     (tmp_path / "empty" / "masks").mkdir(parents=True)
     write(tmp_path / "other" / "a.png", halves(1, 2))
     (tmp_path / "other" / "masks" / "a.png").rename(tmp_path / "other" / "masks" / "b.png")
-    with pytest.raises(UsageError, match=r"no images in folder image\(s\) with masks of their names in mask\(s\)"):
+    with pytest.raises(UsageError, match=r"no image in the folder image\(s\) has a mask of its name in mask\(s\)"):
         load(tmp_path / "other")
 
 
@@ -219,7 +219,7 @@ def test_a_table_names_files_from_its_folder(tmp_path: Path, capsys: pytest.Capt
     parts = load(tmp_path / "set")
     assert parts[0].classes == {1: "1", 2: "2", 3: "3"}
     assert [len(samples(part)) for part in parts] == [3, 3]
-    assert "classes of the evaluation that no mask for training has: 3" in capsys.readouterr().out
+    assert "the evaluation has classes that no training mask has: 3" in capsys.readouterr().out
     (tmp_path / "files" / "train" / "masks" / "1.png").unlink()
     with pytest.raises(UsageError, match=r"row 2 names \.\./files/train/masks/1.png: no such file in .*set"):
         load(tmp_path / "set")

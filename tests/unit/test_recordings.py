@@ -244,11 +244,11 @@ def test_samples(tmp_path: Path) -> None:
     assert found[0]["frames"] == model(found[0]["input_values"][None]).logits.shape[1]
     assert abs(float(found[0]["input_values"].mean())) < 1e-6 and abs(float(found[0]["input_values"].std()) - 1) < 1e-2
     with pytest.raises(
-        UsageError, match=r"2.wav: the model makes \d+ frames of its 0.11 s, but its text or class needs 99"
+        UsageError, match=r"2.wav is 0.11 s long, \d+ frames for the model, but its text or class needs 99"
     ):
         found[2]
     with pytest.raises(
-        UsageError, match=r"3.wav: the model makes 0 frames of its 0.00 s, but its text or class needs 1"
+        UsageError, match=r"3.wav is 0.00 s long, 0 frames for the model, but its text or class needs 1"
     ):
         found[3]
 

@@ -236,13 +236,13 @@ def test_files_that_are_not_on_this_machine(tmp_path: Path) -> None:
 WORDS = [f"w{number}" for number in range(30)]
 SWALLOWED = "\n".join(f"{word}\t{number % 2}" for number, word in enumerate(['"open', *WORDS, 'close"']))
 TABS = [  # (rows of a .tsv file, the first text, number of rows, what the line says if there is one)
-    (SWALLOWED, '"open', 32, "are text, as in all such files: 32 rows (as CSV 1)"),
+    (SWALLOWED, '"open', 32, "are text, as usual in TSV: 32 rows (1 as CSV)"),
     ('5 o"clock\t1\n"quoted" word\t0', '5 o"clock', 2, None),
-    ('"a whole sentence"\t1\nb\t0', '"a whole sentence"', 2, "are text, as in all such files: 2 rows (as CSV 2)"),
+    ('"a whole sentence"\t1\nb\t0', '"a whole sentence"', 2, "are text, as usual in TSV: 2 rows (2 as CSV)"),
     ('"open\t1\nb\t0', '"open', 2, None),
-    ('"he said ""hi"""\t1\nb\t0', 'he said "hi"', 2, "surround cells, as in CSV: 2 rows (as text 2)"),
-    ('"two\nlines"\t1\nb\t0', "two\nlines", 2, "surround cells, as in CSV: 2 rows (as text 3)"),
-    ('"a\ttab"\t1\nb\t0', "a\ttab", 2, "surround cells, as in CSV: 2 rows (as text 2)"),
+    ('"he said ""hi"""\t1\nb\t0', 'he said "hi"', 2, "surround cells, as in CSV: 2 rows (2 as text)"),
+    ('"two\nlines"\t1\nb\t0', "two\nlines", 2, "surround cells, as in CSV: 2 rows (3 as text)"),
+    ('"a\ttab"\t1\nb\t0', "a\ttab", 2, "surround cells, as in CSV: 2 rows (2 as text)"),
 ]
 
 
@@ -277,7 +277,7 @@ def test_a_missing_column_names_the_parts_of_cells(tmp_path: Path) -> None:
 def test_a_dict_that_became_a_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("translation\n\"{'de': 'Haus', 'en': 'house'}\"\n")
     table = load_tables(str(tmp_path / "a.csv"), "")[0]
-    line = "a list or dict is text in a cell, {'de': 'Haus', 'en': 'house'}: write it as such, in JSON lines or parquet"
+    line = "a cell has a list or dict as text, {'de': 'Haus', 'en': 'house'}: use a real one, in JSON lines or parquet"
     with pytest.raises(UsageError, match=re.escape(f"a.csv, row 1, column translation: {line}")):
         list(table.values("translation.de"))
 

@@ -221,9 +221,9 @@ def test_a_table_with_a_word_in_each_row_is_refused(tmp_path: Path) -> None:
 
 def test_a_list_that_became_a_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("words,tags\n" + "\"['EU', 'is']\",\"['B-ORG', 'O']\"\n" * 10)
-    line = r"a list or dict is text in a cell, \['EU', 'is'\]: write it as such, in JSON lines"
+    line = r"a cell has a list or dict as text, \['EU', 'is'\]: use a real one, in JSON lines"
     with pytest.raises(UsageError, match=line):
         load_tagged_words(str(tmp_path / "a.csv"), "words", "tags", list)
     (tmp_path / "a.csv").write_text("words,tags\n" + 'a b,"[1, 0]"\n' * 10)
-    with pytest.raises(UsageError, match=r"a list or dict is text in a cell, \[1, 0\]"):
+    with pytest.raises(UsageError, match=r"a cell has a list or dict as text, \[1, 0\]"):
         load_tagged_words(str(tmp_path / "a.csv"), "words", "tags", list)

@@ -94,7 +94,7 @@ def unknown_section_keys(config: Config) -> Iterator[Finding]:
             if key not in keys and (key not in known().flags or section in PREFIXES):
                 yield Finding(
                     f"{section} has {key}, which Accelerate does not know",
-                    "accelerate launch ignores it without a message: the run has the default",
+                    "accelerate launch ignores it silently: the run uses the default",
                     *_instead(config, key, section),
                 )
 

@@ -63,7 +63,7 @@ class Recordings(Dataset):
             target = {"text": tokens}
         if frames < needed:
             raise UsageError(
-                f"{recording.name}: the model makes {max(0, frames)} frames of its {len(wave) / rate:.2f} s, but its "
+                f"{recording.name} is {len(wave) / rate:.2f} s long, {max(0, frames)} frames for the model, but its "
                 f"text or class needs {needed}: correct the text or remove the recording"
             )
         return {name: values, "frames": frames} | target

@@ -125,7 +125,7 @@ class VisionEncoder:
             earlier, flags = self._encode(messages[:end], images[: sum(shown[:end])])
             last = int(flags.nonzero()[-1]) + 1 if flags.any() else 0
             if not found["input_ids"][0, :last].equal(earlier["input_ids"][0, :last]):
-                raise UsageError("its tokens change when a turn follows: end it before its last image")
+                raise UsageError("its tokens change if another turn follows: end it before its last image")
             trained[:last] |= flags[:last]
         return found, trained
 

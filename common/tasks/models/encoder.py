@@ -155,7 +155,7 @@ def pad_texts(model: PreTrainedModel, tokenizer: Any) -> Padding:
         alone = values(usual, 0, 0)
         fitting = [way for way in ways if torch.allclose(values(*way), alone, 1e-3, 1e-5)]
     if not fitting:
-        print_once(f"{type(model).__name__} sees padding: the result depends on --micro_batch_size")
+        print_once(f"padding changes the output of {type(model).__name__}: the result depends on --micro_batch_size")
     pad, left, _ = (fitting or ways)[0]
     if left:
         tokenizer.padding_side = "left"  # becomes part of the export

@@ -151,7 +151,7 @@ def _continue(model: PreTrainedModel, folder: str) -> nn.Module:
         if settings.is_prompt_learning:
             raise UsageError(f"{given} has trained prompts, which are not supported: use adapters of LoRA, or a model")
         if not isinstance(settings, peft.LoraConfig) or settings.modules_to_save or settings.bias != "none":
-            raise UsageError(f"{given} is more than the matrices of LoRA: {MERGE}")
+            raise UsageError(f"{given} has more than the matrices of LoRA: {MERGE}")
         if settings.use_dora:
             raise UsageError(f"{given} is DoRA, not plain LoRA: {MERGE}")
         settings.inference_mode = False

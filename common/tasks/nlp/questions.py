@@ -147,7 +147,7 @@ def load_questions(
         held = {contexts[number] for number in hold_out(len(contexts))[1].tolist()}
         parts = [[one for one in parts[0] if (one.context in held) == is_held] for is_held in (False, True)]
     if not all(parts):
-        raise UsageError(f"--data {data} has questions about one text: expected some to train on, others to evaluate")
+        raise UsageError(f"--data {data} has questions about only one text: expected several, to train and to evaluate")
     if without := sum(not one.answers for part in parts for one in part):
         say(f"--data {data}: {without:,} of {sum(map(len, parts)):,} questions have no answer")
     return parts[0], parts[1]

@@ -72,7 +72,7 @@ def load_translations(data: str, source: str, target: str, embedded: Callable[[]
         table.check_columns({"--source_column": source, "--target_column": target})
         parts.append(rows_with_text(table, source, target))
     if not all(parts := divide(parts)):
-        raise UsageError(f"--data {data} has too few pairs of texts: expected some to train on, others to evaluate")
+        raise UsageError(f"--data {data} has too few pairs of texts: expected enough to train and to evaluate")
     return parts[0], parts[1]
 
 

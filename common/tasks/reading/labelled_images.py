@@ -201,7 +201,7 @@ def _parts(data: str, files: list[str], left_out: LeftOut, kind: Media, tables: 
         raise UsageError(f"--data {data} has a folder {evaluation[0]}, but none called train: {kind.form}")
     parts = [train[0], *[top for top in evaluation if tops[top]][:1]]
     names = [f"{part} for {task}" for part, task in zip(parts, ("training", "evaluation"))]
-    say(f"--data {data}: {' and '.join(names)}, by the names of the folders, so they are not classes")
+    say(f"--data {data}: {' and '.join(names)}: these folders are splits, not classes")
     left_out[f"{kind.name}s in other folders"] = [file for file in files if file.split("/")[0] not in parts]
     return [part + "/" for part in parts]
 

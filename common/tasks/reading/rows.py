@@ -214,7 +214,7 @@ def parts_of_cell(cell: Any, separator: str | None = None) -> list[Any]:
     """A list, or the parts of a text. Raises UsageError for a list or dict that pandas' `to_csv` wrote as text."""
     text = cell if isinstance(cell, list) else text_of_cell(cell) or ""
     if isinstance(text, str) and re.match(r"[\[{]\s*(['\"].*|[-+.,\d\s]*)[\]}]$", text, re.DOTALL):
-        raise UsageError(f"a list or dict is text in a cell, {text[:40]}: write it as such, in JSON lines or parquet")
+        raise UsageError(f"a cell has a list or dict as text, {text[:40]}: use a real one, in JSON lines or parquet")
     return text.split(separator) if isinstance(text, str) else text
 
 
@@ -337,8 +337,8 @@ def _quoting_of_tabs(place: Place, first: str) -> Any:
     if len(fits) < 2:
         return csv.QUOTE_NONE
     as_csv = fits[1] > fits[0] or (fits[1] == fits[0] and doubled)
-    rule, other = ("surround cells, as in CSV", "as text") if as_csv else ("are text, as in all such files", "as CSV")
-    say(f"{place}: its quotation marks {rule}: {sizes[as_csv]:,} rows ({other} {sizes[not as_csv]:,})")
+    rule, other = ("surround cells, as in CSV", "as text") if as_csv else ("are text, as usual in TSV", "as CSV")
+    say(f"{place}: its quotation marks {rule}: {sizes[as_csv]:,} rows ({sizes[not as_csv]:,} {other})")
     return csv.QUOTE_MINIMAL if as_csv else csv.QUOTE_NONE
 
 

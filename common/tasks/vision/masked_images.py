@@ -116,7 +116,7 @@ def load_masked_images(
     seen = [{int(one) for mask in part for one in numpy.unique(mask)} for part in masks if not classes]  # reads all
     classes = classes or {number: str(number) for part in seen for number in part}
     if unseen := [str(one) for one in sorted({*chain(*seen[1:])} - {ignored, *chain(*seen[:1])})]:
-        say(f"--data {data}: classes of the evaluation that no mask for training has: {shorten(unseen)}")
+        say(f"--data {data}: the evaluation has classes that no training mask has: {shorten(unseen)}")
     classes = {number: name for number, name in sorted(classes.items()) if number != ignored}
     if not 1 < len(classes) < MOST:
         raise UsageError(
@@ -153,7 +153,7 @@ def _in_folders(data: str, folder: Path, images: str, masks: str) -> list[Any]:
     for split in labelled_splits(data, names_of_splits(data, found), found.__getitem__, lambda split: masks in split):
         pairs = [split.get(kind, {}) for kind in (images, masks)]
         if not (both := sorted(pairs[0].keys() & pairs[1].keys())):
-            raise UsageError(f"--data {data}: no images in folder {images}(s) with masks of their names in {masks}(s)")
+            raise UsageError(f"--data {data}: no image in the folder {images}(s) has a mask of its name in {masks}(s)")
         if alone := sorted(pairs[0].keys() ^ pairs[1].keys()):
             say(f"--data {data}: left out: {len(alone):,} without image or mask, such as {printable(alone[0])}")
         parts.append(([pairs[0][name] for name in both], [pairs[1][name] for name in both]))
