@@ -165,9 +165,9 @@ def prepared(megabytes: float, folder: Path) -> tuple[dict[str, Action], Callabl
     (folder / "ours").mkdir()
     theirs, group, state = folder / "theirs", CpuGroup(), TrainState()
     watch = Watch(accelerator, plan, group)
-    in_front = Saver(engine, {"samples": {}}, group, watch)
+    in_front = Saver(engine, {"samples": {}}, group, watch, lambda step, finish: None)
     config.async_save = True
-    beside = Saver(engine, {"samples": {}}, group, watch)
+    beside = Saver(engine, {"samples": {}}, group, watch, lambda step, finish: None)
 
     def save(saver: Saver) -> Callable[[], object]:
         state.step += 1

@@ -77,6 +77,8 @@ def processes(number: int, rank: int) -> Iterator[None]:
         if sharing := sys.modules.get("accelerate_recipes.common.parallel.expert"):
             # All processes have as many tokens as this one.
             stack.enter_context(patch.object(sharing.ExpertGroup, "_longest", lambda _, number: number))
+        if paths := sys.modules.get("accelerate_recipes.common.step.same_path"):  # all processes do what this one does
+            stack.enter_context(patch.object(paths.SamePath, "_meet", lambda *_: None))
         if stages := sys.modules.get("accelerate_recipes.common.parallel.pipeline"):  # states of generators have values
             stack.enter_context(patch.object(stages, "restore_generators", nullcontext))
         if number > 1:
