@@ -30,14 +30,19 @@ def check_folder(path: Path, name: str = "") -> None:
             return
 
 
-def check_new_file(path: Path, name: str) -> None:
-    """Raises UsageError unless a file can be written there: its folder exists, and the path is a file or absent."""
+def check_new_file(path: Path, name: str, mark: str = "") -> None:
+    """Raises UsageError unless a file can be written there: its folder exists, and there is no file, or an empty one,
+    or one that the same command has made: its first 1,000 bytes have this mark."""
     named = _named(path, name)
     with _possible(path, name, "written"):
         if path.is_dir():
             raise UsageError(f"{named} is a folder: use the name of a file in it")
         if _is_there(path) and not path.is_file():  # a device must not be replaced by a file
             raise UsageError(f"{named} is not a file: use the name of a file")
+        if _is_there(path):
+            with path.open("rb") as file:
+                if (start := file.read(1000)) and mark.encode() not in start:
+                    raise UsageError(f"{named} is there, and this command has not made it: use another name")
         if not path.parent.is_dir():
             raise UsageError(f"{named}: there is no folder {path.parent}; create it, or use another path")
     check_folder(path.parent, name)

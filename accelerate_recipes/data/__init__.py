@@ -27,7 +27,7 @@ def data(
     from accelerate_recipes.data.show import facts, has_marks, show
 
     if output is not None:
-        check_new_file(output, "--output")
+        check_new_file(output, "--output", "what the model gets</title>")
     script = recipe if recipe.is_file() else find_recipe(str(recipe))
     found = at_fit(script, flags or [], "accelerate_recipes.data.look:look", samples)
     if "refused" in found:

@@ -26,7 +26,7 @@ def write(
     from accelerate_recipes.report.page import page
     from accelerate_recipes.report.run_history import read_runs
 
-    check_new_file(output, "--output")
+    check_new_file(output, "--output", "<title>Training report: ")
     found = read_runs(runs)
     write_file(output, page(found))
     if as_json:

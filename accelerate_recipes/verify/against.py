@@ -21,7 +21,7 @@ from accelerate_recipes.verify.runs import Launch, recording
 def record(script: Path, flags: list[str], steps: int, file: Path, accelerate: bool, as_json: bool) -> int:
     """Writes the first steps of one process into a file, as JSON, and how far rounding moves them. Returns the exit
     code. Raises UsageError if the script does not run, or the file cannot be written."""
-    check_new_file(file, "--record")
+    check_new_file(file, "--record", '{"script": ')
     with TemporaryDirectory(prefix="verify_") as scratch:
         moved = None
         if accelerate:

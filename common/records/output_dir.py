@@ -24,6 +24,7 @@ from ..state import TrainState
 from .run_card import ending, read_card, replace_card
 
 PREVIOUS = "previous"  # keeps what this run replaces until this run is done
+MOVED = re.compile(r"best|model|metrics\.jsonl|step_\d{8,}")  # the names of that
 SHARED_FOLDER_S = 10  # longest wait for a network file system to show a new file
 TRAINED = "trained"  # in the card of a run that is done, but whose recipe failed after it
 _over: list[Path] = []  # the folders of the runs of this process that are done
@@ -37,15 +38,15 @@ class OutputDir:
 
     | the folder holds | flags | the run |
     | --- | --- | --- |
-    | neither checkpoints nor a model | any | starts; a path to resume from must exist |
-    | checkpoints or a model | none, or a path elsewhere to resume from | is refused, with what to type |
+    | neither checkpoints nor a model, in use or kept (`best/`) | any | starts; a path to resume from must exist |
+    | checkpoints or a model; files that no run wrote | none, or a path to resume from elsewhere | is refused |
     | checkpoints or a model | `--overwrite_output_dir` | marks it with `starts_over`, moves each to a `previous/` |
     | checkpoints | `latest` | continues; later ones are damaged: they are renamed |
     | checkpoints | a path in the folder | continues from there; later ones move to `previous/` |
     | `starts_over`, of an interrupted run | `latest` | starts over |
     | `model/` of a run that is done | `latest`, without more steps | has nothing to do |
 
-    `previous/` is removed when the run is done; `starts_over` when its run card is written.
+    What runs moved to `previous/` is removed when the run is done; `starts_over` when its run card is written.
 
     On entering, raises RunError if the file system cannot read the folder; UsageError if it cannot be written, another
     run owns it, it holds checkpoints or a model and no flag says what to do with them, or not all machines share it. An
@@ -97,8 +98,12 @@ class OutputDir:
         replace_card(self.path, card)
         self._unmark()
         if card["status"] == "done":
-            for folder in (self.path, self.path / "checkpoints"):
-                shutil.rmtree(folder / PREVIOUS, ignore_errors=True)
+            for folder in (self.path / PREVIOUS, self.path / "checkpoints" / PREVIOUS):
+                for moved in [path for path in folder.glob("*") if MOVED.fullmatch(path.name)]:
+                    shutil.rmtree(moved, ignore_errors=True)
+                    moved.unlink(missing_ok=True)
+                with suppress(OSError):  # it holds something else, too
+                    folder.rmdir()
 
     def _unmark(self) -> None:
         with suppress(OSError):
@@ -149,7 +154,7 @@ class OutputDir:
         except Timeout:
             raise UsageError(f"another run writes to {self.path}: wait for it, or use another --output_dir") from None
         self._check_earlier()
-        for left in self.path.glob("run.json.*"):  # by a process that was killed
+        for left in self.path.glob("run.json.[0-9]*"):  # by a process that was killed
             left.unlink(missing_ok=True)
         shutil.rmtree(self.path / "checkpoints" / "removed", ignore_errors=True)
         self._was_marked = starts_over(self.path)
@@ -158,19 +163,25 @@ class OutputDir:
             flush(self.path)
 
     def _check_earlier(self) -> None:
-        """Raises UsageError if the user must decide what to do with an earlier run in the folder."""
-        resumed = self.config.resume_from_checkpoint
-        held = "checkpoints" if checkpoints(self.path) else "the model" if (self.path / "model").exists() else None
-        goes_on = resumed is not None and not resumes_from_elsewhere(self.config)
-        if held is None or self.config.overwrite_output_dir or goes_on:
+        """Raises UsageError if the user must decide what to do with what is in the folder."""
+        resumed, whose = self.config.resume_from_checkpoint, "an earlier run"
+        if self.config.overwrite_output_dir or (resumed is not None and not resumes_from_elsewhere(self.config)):
             return
-        whose, how, otherwise = f"a different run than {resumed}", "continue from there", "replace it"
-        if resumed is None:
-            whose, how, otherwise = "an earlier run", "continue", "start over"
-        raise UsageError(
-            f"{self.path} holds {held} of {whose}: use --resume_from_checkpoint latest to {how}, "
-            f"--overwrite_output_dir to {otherwise}, or another --output_dir"
-        )
+        how, otherwise = "continue", "start over"
+        if resumed is not None:
+            whose, how, otherwise = f"a different run than {resumed}", "continue from there", "replace it"
+        goes_on = f"--resume_from_checkpoint latest to {how}, "
+        held = "checkpoints" if checkpoints(self.path) else "the model" if (self.path / "model").exists() else None
+        if held is None:
+            names = ["best", f"{PREVIOUS}/model", f"{PREVIOUS}/best"]
+            if "command" not in read_card(self.path) and not starts_over(self.path):  # no run wrote them
+                names += ["metrics.jsonl", "run.json"]
+            held, goes_on = next((name for name in names if (self.path / name).exists()), None), ""
+        if held is not None:
+            raise UsageError(
+                f"{self.path} holds {held} of {whose}: use {goes_on}--overwrite_output_dir to {otherwise}, or another "
+                "--output_dir"
+            )
 
 
 def _move_beside(moves: list[tuple[Path, Path]]) -> None:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from support.launching import fork, launch
-from support.recipes import COURSE, DISTURBED, LATEST, MNIST
+from support.recipes import COURSE, DISTURBED, LATEST, LINEAR, MNIST
 from support.runs import ROOT, Run, refused
 
 STEPS = "--max_steps 12 --log_every 1 --eval_every 4 --save_every 4 --lr_schedule cosine"
@@ -99,6 +99,21 @@ def test_resuming_with_more_or_fewer_steps_says_what_it_does(tmp_path: Path) -> 
 def test_latest_without_a_checkpoint_starts_fresh(tmp_path: Path) -> None:
     run = fork(tmp_path / "run", "ddp", MNIST, f"--max_steps 2 {LATEST}")
     assert "starting afresh" in run.stdout and run.card["attempt"] == 1
+
+
+@pytest.mark.parametrize("name", ["best/model.safetensors", "previous/best/x", "metrics.jsonl", "run.json"])
+def test_what_a_run_would_replace_is_not_lost_unasked(tmp_path: Path, name: str) -> None:
+    """Nor a folder of the user in `previous/`, with the flag."""
+    held = tmp_path / "run" / name
+    notes = tmp_path / "run" / "previous" / "notes.txt"
+    for path in (held, notes):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('{"precious": 1}')
+    line = refused(fork(tmp_path / "run", "single", LINEAR, "--max_steps 2", succeeds=False))
+    assert f"holds {name.rpartition('/')[0] or name} of an earlier run: use --overwrite_output_dir" in line
+    assert held.read_text() == '{"precious": 1}'
+    over = fork(tmp_path / "run", "single", LINEAR, "--max_steps 2 --overwrite_output_dir")
+    assert over.weights and notes.exists() and not (tmp_path / "run" / "previous" / "best").exists()
 
 
 def test_model_of_an_earlier_run_is_not_replaced_unasked(tmp_path: Path) -> None:

@@ -138,6 +138,7 @@ def test_mistakes_get_one_line_and_write_nothing(tmp_path: Path) -> None:
         ([run], empty, "is a folder: use the name of a file in it"),
         ([run], nowhere, f"there is no folder {nowhere.parent}"),
         ([run], Path("/dev/null"), "is not a file"),
+        ([run], run / "metrics.jsonl", "is there, and this command has not made it: use another name"),
     ]
     for runs, output, line in cases:
         with pytest.raises(UsageError, match=re.escape(line)) as error:
@@ -155,11 +156,11 @@ def test_without_plotly_one_line_says_what_to_install(tmp_path: Path, monkeypatc
 
 def test_page_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = saved(tmp_path)
-    (tmp_path / "report.html").write_text("old")
+    (tmp_path / "report.html").write_text("<title>Training report: old")
     monkeypatch.setattr(Path, "replace", _full_disk)
     with pytest.raises(UsageError, match=r"report\.html cannot be written \(No space left on device\)"):
         write([run], tmp_path / "report.html", False)
-    assert (tmp_path / "report.html").read_text() == "old"
+    assert (tmp_path / "report.html").read_text().endswith(": old")
     monkeypatch.undo()
     write([run], tmp_path / "report.html", False)
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")

@@ -151,6 +151,8 @@ def test_a_single_file_needs_nothing_from_here(tmp_path: Path, monkeypatch: pyte
         ("verify full/train.py --against then.json", "then.json: no such file; use the path of a record"),
         ("verify full/train.py --against full", "--against full is a folder; use the path of a record"),
         ("verify full/train.py --record no/record.json", "--record no/record.json: there is no folder no"),
+        ("verify full/train.py --record full/train.py", "--record full/train.py is there, and this command has not made"),
+        ("data full/train.py --output full/train.py", "--output full/train.py is there, and this command has not made"),
         ("verify full/train.py --output full/train.py", "--output full/train.py is a file: use another"),
         ("verify full/train.py --config full/train.py", "full/train.py has no keys: compare it"),
         (f"new mnist {'x' * 300}", "cannot be written (File name too long): use another path"),
@@ -170,7 +172,7 @@ def test_bad_input_gets_one_line_and_writes_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "train.py").touch()
+    (tmp_path / "full" / "train.py").write_text("# a recipe")
     if "full/ddp.yaml" in arguments:
         (tmp_path / "full" / "ddp.yaml").write_text("num_processes: 2")
     assert tool(monkeypatch, *arguments.split(" ")) == 2
