@@ -191,6 +191,19 @@ def read_embedder(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("read", [read_causal, read_classifier, read_embedder])
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "other."])
+def test_weights_of_other_names_are_no_model(tmp_path: Path, read: Any, prefix: str) -> None:
+    """A new head alone stays possible."""
+    write_model(tmp_path, num_positions=32) if read is read_causal else write_encoder(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    renamed = {prefix + name: weight for name, weight in weights.items()}
+    save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
+    line = rf"lacks \d+ of the weights of \w+, such as .*, but has {prefix}.*: use the path of a complete [\w ]+"
+    with pytest.raises(UsageError, match=line + ("; save the model inside" if "m" in prefix else "")):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("read", [read_causal, read_classifier, read_embedder])
 @pytest.mark.parametrize("how", ["more", "hole"])
 def test_token_without_a_row_is_found_at_once(tmp_path: Path, read: Any, how: str) -> None:
     write_model(tmp_path, num_positions=32) if read is read_causal else write_encoder(tmp_path)

@@ -19,7 +19,7 @@ from transformers.utils import logging
 from ...environment import print_once
 from ...errors import UsageError
 from .long_sequences import LongSequences
-from .pretrained import load, runnable
+from .pretrained import lacking, load, runnable
 from .routers import experts_per_token, routes_of
 
 IGNORED = -100  # label of padding; torch's cross-entropy ignores it by default
@@ -56,10 +56,7 @@ def load_pretrained(
         options["tokenizer_path"] = tokenizer_path
     model, processor, missing = load(kind, name_or_path, expected, reads, **options)
     if missing:
-        raise UsageError(
-            f"--model_name_or_path {name_or_path} lacks {len(missing)} of the weights of {type(model).__name__}, such "
-            f"as {missing[0]}: use the path of a complete {expected}"
-        )
+        raise lacking(name_or_path, model, missing, expected)
     if not is_text and getattr(model.config, "image_token_id", None) is None:
         raise UsageError(
             f"--model_name_or_path {name_or_path}: {type(model).__name__} has no token for images: use the path of "

@@ -103,12 +103,8 @@ def load(
             check_is_pulled(path)
         lacks = "tokenizer" if reads and config and not tokenizer else expected
         raise UsageError(f"--model_name_or_path {name_or_path}{_reason(error, lacks, has_flag)}") from None
-    misfits = sorted(name for name, *_ in info["mismatched_keys"])
-    if body := [name for name in misfits if name.startswith(f"{model.base_model_prefix}.")]:
-        raise UsageError(
-            f"--model_name_or_path {name_or_path}: {len(body)} weights do not fit config.json, such as {body[0]}: use "
-            f"the path of another {expected}"
-        )
+    missing, misfits = sorted(info["missing_keys"]), sorted(name for name, *_ in info["mismatched_keys"])
+    _check_body(name_or_path, model, missing, misfits, expected, info["unexpected_keys"])
     if config.dtype in (torch.bfloat16, torch.float16):
         model.config.dtype = config.dtype  # the dtype of the exported weights
         name = str(config.dtype).removeprefix("torch.")
@@ -118,9 +114,34 @@ def load(
         model.config.auto_map = (model.config.auto_map or {}) | {type(model)._auto_class: own}
     if left := _layers_left_out(model, info["unexpected_keys"]):
         print_once(f"{name_or_path}: config.json has fewer layers than the files, which also hold {left[0]}")
-    if new := sorted(info["missing_keys"]) + misfits:
-        print_once(f"new weights: {', '.join(new[:4])}{' ...' * (len(new) > 4)}")
+    if new := missing + misfits:
+        print_once(f"{len(new):,} new weights: {', '.join(new[:4])}{' ...' * (len(new) > 4)}")
     return model, tokenizer, new
+
+
+def _check_body(
+    path: str, model: PreTrainedModel, missing: list[str], misfits: list[str], expected: str, others: Iterable[str]
+) -> None:
+    """Raises UsageError if the files lack most weights below the head, or have one of a different shape."""
+    prefix = f"{model.base_model_prefix}."
+    if body := [name for name in misfits if name.startswith(prefix)]:
+        raise UsageError(
+            f"--model_name_or_path {path}: {len(body)} weights do not fit config.json, such as {body[0]}: use the path "
+            f"of another {expected}"
+        )
+    names = {name for name, _ in model.named_parameters() if model.base_model is model or name.startswith(prefix)}
+    if 2 * len(lost := [name for name in missing if name in names]) > len(names):
+        raise lacking(path, model, lost, expected, others)
+
+
+def lacking(name_or_path: str, model: Any, names: list[str], expected: str, others: Iterable[str] = ()) -> UsageError:
+    """The error for a model whose files lack the weights of these names, and perhaps have others."""
+    other = min(others, default="")
+    advice = "; save the model inside that of DDP or torch.compile" * other.startswith(("module.", "_orig_mod."))
+    return UsageError(
+        f"--model_name_or_path {name_or_path} lacks {len(names)} of the weights of {type(model).__name__}, such as "
+        f"{names[0]}{other and f', but has {other}'}: use the path of a complete {expected}{advice}"
+    )
 
 
 def _layers_left_out(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
