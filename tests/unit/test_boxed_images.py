@@ -211,6 +211,10 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "an unknown image": (lambda it: it["annotations"][1].update(image_id=8), "is not COCO's JSON .8 is missing"),
     "images without names": (lambda it: it["images"][1].pop("file_name"), "is not COCO's JSON .'file_name' is missing"),
     "an image twice": (lambda it: it["images"][1].update(id=0), "is not COCO's JSON .an id occurs twice"),
+    "a file twice": (
+        lambda it: it["images"][1].update(file_name="0.png"),
+        "names .*0.png twice: put its boxes into one",
+    ),
     "a class twice": (lambda it: it["categories"][1].update(id=CATS[0]["id"]), "COCO's JSON .an id occurs twice"),
     "no classes": (lambda it: it.update(categories=3), "is not COCO's JSON"),
     "outside": (
@@ -272,15 +276,19 @@ def test_objects_as_lists_of_different_lengths(tmp_path: Path) -> None:
     (tmp_path / "boxes.json").unlink()
     box, none = [2, 2, 9, 9], {"bbox": [], "category": [], "area": []}
     found = [{"bbox": [box, box], "category": ["a", "b"], "area": []}] * 4 + [none]
-    for train, lines in (("", None), ('{"bbox": [[2, 2, 9, 9]], "category": ["a", "b"]}', "expected a bbox of left")):
+    wrong = '{"bbox": [[2, 2, 9, 9]], "category": ["a", "b"]}', '{"boxes": [[2, 2, 9, 9]], "labels": ["a"]}', '"[2, 2]"'
+    for train in ("", *wrong):
         rows = [{"file_name": f"{row}.png", "objects": each} for row, each in enumerate(found)]
         rows[0]["objects"] = json.loads(train) if train else rows[0]["objects"]
         (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
-        if lines is None:
+        if not train:
             assert sorted(map(len, (each for part in load(tmp_path)[:1] for each in part.objects))) == [0, 2, 2, 2, 2]
         else:
-            with pytest.raises(UsageError, match=lines):
+            with pytest.raises(UsageError, match=r"0\.png: an object is .{6,}: expected a bbox of left"):
                 load(tmp_path)
+    (tmp_path / "metadata.jsonl").write_text('{"image": "0.png", "objects": []}')
+    with pytest.raises(UsageError, match=r"metadata.jsonl has no column file_name: name the file of each image there"):
+        load(tmp_path)
     (tmp_path / "metadata.jsonl").write_text(json.dumps({"file_name": "x.png", "objects": found[0]}))
     with pytest.raises(UsageError, match=r"names the image x.png: no such file"):
         load(tmp_path)

@@ -431,13 +431,16 @@ def test_values_that_a_text_cannot_have() -> None:
 def test_conversations_without_a_trained_token_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     long, cut = {"role": "user", "content": "very long question " * 8}, 40
     rows = [{"messages": [long if number % 2 else QUESTION, ANSWER], "n": number} for number in range(60)]
+    rows[0]["messages"] = [QUESTION, ANSWER, QUESTION, {"role": "Assistant", "content": "No."}]
     train, evaluation = load_chats(
         write(tmp_path / "chats.jsonl", *rows), small_chat_model(cut, "sdpa")[1], cut, "messages"
     )
     assert len(train) + len(evaluation) == 30 and min(train.num_trained + evaluation.num_trained) > 0
     assert all(train.chat(index).messages[0] == QUESTION for index in range(len(train)))
+    output = capsys.readouterr().out
+    assert "messages of the role Assistant are not trained: answers are of assistant" in output
     line = f"{57 - len(train)} of 57 training conversations have no trained token within --max_length 40: left out"
-    assert line in capsys.readouterr().out
+    assert line in output
     assert all(sample["weight"] > 0 for sample in (ChatDataset(train)[index] for index in range(len(train))))
 
 

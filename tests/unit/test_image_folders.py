@@ -302,12 +302,14 @@ def test_tables_of_classes(tmp_path: Path, name: str, content: str, below: str, 
         ("file_name,label\n0.png,a\nlost.png,b\n", "metadata.csv: row 2 names lost.png: no such file"),
         ("file_name,label\n0.png,\xff\n", "metadata.csv is not text in UTF-8"),
         ("file_name,text\n0.png,a\n", "have no classes"),
+        ('{"file_name": ["0.png"], "label": "a"}', "metadata.jsonl: row 1: expected text, found list ['0.png']"),
+        ('{"file_name": "0.png", "label": {"a": 1}}', "metadata.jsonl: row 1: expected text, found dict {'a': 1}"),
         ("file_name,label\n0.png,a\n1.png,b\n./0.png,b\n", "metadata.csv names 0.png twice, with two labels: keep"),
     ],
 )
 def test_tables_that_do_not_fit(tmp_path: Path, content: str, line: str) -> None:
     write(tmp_path, "0.png", "1.png")
-    (tmp_path / "metadata.csv").write_bytes(content.encode("latin-1"))
+    (tmp_path / f"metadata.{'jsonl' if content[0] == '{' else 'csv'}").write_bytes(content.encode("latin-1"))
     with pytest.raises(UsageError, match=re.escape(line)):
         load(tmp_path)
 
@@ -340,6 +342,17 @@ def test_tables_of_images(tmp_path: Path, names: list[str] | str | None, monkeyp
         (classes[0], 175, "L"),
         (classes[1], 255, "L"),
     ]
+
+
+def test_tables_of_paths(tmp_path: Path) -> None:
+    from pyarrow import Table, large_string, parquet, schema
+
+    write(tmp_path, "0.png", "1.png")
+    rows = [{"image": f"{number}.png", "label": "ab"[number]} for number in (0, 1)]
+    kinds = schema([("image", large_string()), ("label", large_string())])
+    parquet.write_table(Table.from_pylist(rows, kinds), tmp_path / "train.parquet")
+    (part,) = load(tmp_path)
+    assert part.classes == ["a", "b"] and part.samples.name(1) == str(tmp_path / "1.png") and part.samples[1]
 
 
 def test_grey_images_of_one_size_for_mnist(tmp_path: Path) -> None:

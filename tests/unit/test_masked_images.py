@@ -89,7 +89,7 @@ def test_folders_of_splits_below_those_of_images(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["L", "P", "1", "I;16", "RGB"])
-def test_numbers_of_any_file(tmp_path: Path, mode: str) -> None:
+def test_numbers_of_any_file(tmp_path: Path, mode: str, capfd: Out) -> None:
     """In RGB: grey, saved as a colour."""
     numbers = halves(0, {"1": 1, "I;16": 700}.get(mode, 9))
     image = Image.fromarray(numbers.astype(numpy.uint16 if mode == "I;16" else numpy.uint8))
@@ -104,6 +104,11 @@ def test_numbers_of_any_file(tmp_path: Path, mode: str) -> None:
     train, _ = load(tmp_path)
     assert [*train.classes] == [0, numbers.max()]
     assert (train.masks[0] == numbers).all()
+    said = capfd.readouterr().out
+    assert f"4 images for training, 1 for evaluation; 2 classes: 0, {numbers.max()}\n" in said and "gaps" not in said
+    write(tmp_path / "4.png", halves(0, 36), halves(0, 1))
+    load(tmp_path)
+    assert "numbers of the classes have gaps, as in masks that were scaled" in capfd.readouterr().out
 
 
 def test_pixels_that_do_not_count(tmp_path: Path) -> None:
@@ -136,9 +141,10 @@ def test_names_of_classes(tmp_path: Path) -> None:
         load(tmp_path, names=str(tmp_path / "names.json"))
     (tmp_path / "names.json").write_text(json.dumps({"0": "sky", "1": "road", "255": "sky"}))
     assert load(tmp_path, names=str(tmp_path / "names.json"))[0].classes == {0: "sky", 1: "road"}  # 255 does not count
-    (tmp_path / "names.json").write_text("[]")
-    with pytest.raises(UsageError, match="expected a JSON file such as"):
-        load(tmp_path, names=str(tmp_path / "names.json"))
+    for wrong in ("[]", '{"1": "b", "01": "c"}', '{"1": "b", "1": "c"}', '{"0": null, "1": "b"}'):
+        (tmp_path / "names.json").write_text(wrong)
+        with pytest.raises(UsageError, match="expected a JSON file such as"):
+            load(tmp_path, names=str(tmp_path / "names.json"))
 
 
 def test_image_and_mask_vary_together(tmp_path: Path) -> None:

@@ -343,6 +343,7 @@ def test_losses_are_those_of_trl_with_dropout_in_the_model(kind: str) -> None:
             "pair 1: message 2 .* no content",
         ),
         ({"chosen": [GOOD], "rejected": [BAD]}, "pair 1: it begins with an answer"),
+        ({"chosen": [QUESTION, GOOD], "rejected": [BAD, GOOD]}, "pair 1: its conversations differ before an answer"),
         ({"prompt": [QUESTION], "chosen": [QUESTION], "rejected": [QUESTION]}, "no token is trained"),
     ],
 )

@@ -122,6 +122,7 @@ ROWS: list[Any] = [
     {"context": TEXT, "question": "what ate", "answers": {"text": "dog", "answer_start": 32}},
     {"context": TEXT, "question": "what ate", "answers": "dog"},
     {"context": TEXT, "question": "what flew", "answers": {"text": [], "answer_start": []}},
+    {"context": "0 dogs", "question": "how many", "answers": {"text": [0], "answer_start": [0]}},
     {"context": "  ", "question": "what ate", "answers": "dog"},
     {"context": "Another dog", "question": "who", "answers": "dog"},
 ]
@@ -131,11 +132,11 @@ def test_answers_in_each_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     (tmp_path / "file.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     train, held_out = load_questions(str(tmp_path / "file.jsonl"))
     found = sorted(train + held_out, key=lambda one: one.context)
-    assert [list(one.answers) for one in found] == [[("dog", 8)], *[[("dog", 32)]] * 4, []]
+    assert [list(one.answers) for one in found] == [[("0", 0)], [("dog", 8)], *[[("dog", 32)]] * 4, []]
     assert not {one.context for one in train} & {one.context for one in held_out}  # a text is on one side
     output = capsys.readouterr().out
-    assert "1 of 7 rows have no text in column context or question, such as row 6: left out" in output
-    assert "1 of 6 questions have no answer" in output
+    assert "1 of 8 rows have no text in column context or question, such as row 7: left out" in output
+    assert "1 of 7 questions have no answer" in output
 
 
 def test_a_column_says_where_answers_begin(tmp_path: Path) -> None:
@@ -173,13 +174,15 @@ def test_a_split_with_hidden_answers_is_no_evaluation(tmp_path: Path, capsys: py
     assert any(one.answers for one in evaluation) and "test" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("indent", [None, 2])
-def test_squad_s_own_file(tmp_path: Path, indent: int | None) -> None:
+@pytest.mark.parametrize("indent", [None, 2, "first"])
+def test_squad_s_own_file(tmp_path: Path, indent: Any) -> None:
+    """The first line of its object may hold more than the brace."""
     asked = [{"question": "what ate", "id": "1", "answers": ROWS[1]["answers"], "is_impossible": False}]
     asked += [{"question": "what flew", "id": "2", "answers": [], "plausible_answers": [], "is_impossible": True}]
     articles = [{"title": "", "paragraphs": [{"context": text, "qas": asked} for text in (TEXT, TEXT + " Well.")]}]
     for split in ("train", "dev"):
-        (tmp_path / f"{split}.json").write_text(json.dumps({"version": "v2.0", "data": articles}, indent=indent))
+        text = json.dumps({"version": "v2.0", "data": articles}, indent=2 if indent else None)
+        (tmp_path / f"{split}.json").write_text(text.replace("\n", "", indent == "first"))
     for part in load_questions(str(tmp_path)):
         assert [(one.text, list(one.answers)) for one in part] == 2 * [("what ate", [("dog", 32)]), ("what flew", [])]
 

@@ -181,6 +181,32 @@ def test_parquet(tmp_path: Path, is_typed: bool) -> None:
     assert all(classes.labels[row] == 1 - int(classes.samples[row].name[0]) % 2 for row in range(9))
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_paths_in_dicts_begin_at_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    write(tmp_path / "elsewhere", 3)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    names = write(tmp_path)
+    rows = [{"audio": {"bytes": None, "path": file}, "text": file[0]} for file in names]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert all(
+        sample.name.startswith(f"{tmp_path}/{text}")
+        for part in load(tmp_path / name)
+        for sample, text in zip(part.samples, part.labels)
+    )
+
+
+@pytest.mark.parametrize("texts", [True, False])
+def test_lists_are_no_text_of_a_recording(tmp_path: Path, texts: bool) -> None:
+    rows = [{"file_name": name, "text": ["a"]} for name in write(tmp_path)]
+    (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(UsageError, match=r"metadata.jsonl: row 1: expected text, found list \['a'\]"):
+        load(tmp_path, texts=texts)
+
+
 @pytest.mark.parametrize("form", ["WAV", "FLAC", "OGG", "MP3", "PCM_U8", "PCM_24", "FLOAT"])
 @pytest.mark.parametrize("rate", [44100, 16000, 11025])
 def test_formats_rates_and_channels(tmp_path: Path, form: str, rate: int) -> None:
@@ -219,6 +245,15 @@ def test_no_recordings(tmp_path: Path) -> None:
     assert line(b"RIFF").startswith("x.wav cannot be read (")
     without = "x.wav cannot be read (it has neither bytes nor a path): expected WAV, FLAC, OGG or MP3"
     assert line({"bytes": None, "path": None}) == without
+    for form in ("wav", "aiff", "au"):
+        soundfile.write(tmp_path / f"half.{form}", sine(RATE), RATE)
+        content = (tmp_path / f"half.{form}").read_bytes()
+        half = line(content[: len(content) // 2])
+        assert half == f"x.wav has {len(content) // 2:,} of the {len(content):,} bytes in its header: copy it again"
+    soundfile.write(tmp_path / "loud.wav", 9830 * sine(RATE), RATE, subtype="FLOAT")
+    assert line(str(tmp_path / "loud.wav")).startswith(
+        "x.wav has numbers up to 4,915: expected -1 to 1; divide by 32768"
+    )
     for name in ("empty", "nan"):
         assert line(str(tmp_path / f"{name}.wav")).startswith("x.wav is empty, or has numbers")
     for rate in (1, 999, 384_001):

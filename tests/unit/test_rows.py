@@ -89,6 +89,7 @@ PARQUET = {
     "halves": (pyarrow.array([0.1, 1.0], pyarrow.float32()), ["0.1", "1.0"]),
     "wholes": ([1, 0, -1], ["1", "0", "-1"]),
     "truths": ([True, False], ["true", "false"]),
+    "nan": ([1.0, float("nan")], ["1.0", None]),
     "bytes": ([b"a", "é".encode()], ["a", "é"]),
 }
 
@@ -176,6 +177,7 @@ BROKEN = [
         "text,label\nfoo,1\n".encode("utf-16-le"),
         "holds zero bytes: it is not UTF-8 text; convert it with iconv",
     ),
+    ("a.jsonl", '{"text": "foo"}\n'.encode("utf-16-le"), "holds zero bytes: it is not UTF-8 text"),
     ("a.csv", b"PK\x03\x04\x14\x00", "is a workbook of Excel, or a zip archive: save it as CSV, or unpack it"),
     ("a.jsonl", b"\xd0\xcf\x11\xe0\xa1\xb1", "is a workbook of Excel, or a zip archive"),
     ("a.csv", b"", "has no rows"),

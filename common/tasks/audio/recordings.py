@@ -22,6 +22,10 @@ from ..reading.text_files import ending_of, local_path
 ENDINGS = {".wav", ".flac", ".ogg", ".oga", ".opus", ".mp3", ".aif", ".aiff", ".aifc", ".au"}
 TEXTS = "expected metadata.csv or metadata.jsonl with the column file_name and the --text_column"
 CLASSES = "expected a folder with a sub-folder for each class, such as cat/1.wav and dog/2.wav"
+# {first bytes: (byte order and place of a size in the header, number of bytes that it does not count)}
+SIZES: Any = {b"RIFF": ("little", 4, 8), b"FORM": ("big", 4, 8), b".snd": ("big", 8, 24)}
+SLACK, STREAMED = 8, 2**31 - 2**16  # bytes: sizes are slightly wrong; or of a stream, which did not know its own
+LOUDEST = 8  # above it, numbers with a fraction were not scaled; 1 is the usual maximum
 ADVICE = "use --data tones for the embedded recordings, or the path of a folder, or of a .csv, .jsonl or .parquet file"
 
 
@@ -127,16 +131,22 @@ def open_recording(file: Any, name: str) -> Recording:
     if isinstance(file, dict):
         name, file = file.get("path") or name, file.get("bytes") or file.get("path")
     try:
-        place = io.BytesIO(file) if isinstance(file, bytes) else local_path(file)
-        waves, rate = soundfile.read(place, dtype="float32", always_2d=True)
+        content = file if isinstance(file, bytes) else local_path(file).read_bytes()
+        waves, rate = soundfile.read(io.BytesIO(content), dtype="float32", always_2d=True)
     except (RuntimeError, OSError, TypeError) as error:
         reason = "it has neither bytes nor a path" if file is None else first_line(error)
         raise UsageError(f"{name} cannot be read ({reason}): expected WAV, FLAC, OGG or MP3") from None
+    order, place, more = SIZES.get(content[:4], ("big", 0, 0))
+    said = int.from_bytes(content[place : place + 4], order) + more
+    if content[:4] in SIZES and len(content) + SLACK < said < STREAMED:
+        raise UsageError(f"{name} has {len(content):,} of the {said:,} bytes in its header: copy it again")
     if not 1000 <= rate <= 384_000:  # to resample takes minutes
         raise UsageError(f"{name} has {rate:,} samples per second: expected 1,000 to 384,000; correct its header")
     wave = waves.mean(1)
     if not len(wave) or not math.isfinite(wave.sum()):
         raise UsageError(f"{name} is empty, or has numbers that are not finite: remove it")
+    if (peak := float(abs(waves).max())) > LOUDEST:
+        raise UsageError(f"{name} has numbers up to {peak:,.0f}: expected -1 to 1; divide by 32768 if they had 16 bits")
     return Recording(wave, rate, name)
 
 

@@ -21,7 +21,7 @@ from ..models.tokenization import END, digest_of
 from ..reading.rows import Row, Table
 from ..reading.sources import check_not_streamed, divide, load_tables
 from ..streams import cache_folder, rows_on_disk
-from .conversations import Conversation, Messages, answer_spans, find_unused, reach_into
+from .conversations import USUAL, Conversation, Messages, answer_spans, find_unused, reach_into
 
 HELD_OUT = 20  # one conversation in this many is for evaluation, if the source has no evaluation part
 VERSION = 7  # of the encoded rows: a new number encodes them again
@@ -276,6 +276,9 @@ def _say_unused(data: str, table: Table, read: Callable[[Row], list[Conversation
     for row in itertools.islice(table, NUM_LOOKED_AT):
         with suppress(UsageError):  # its encoding reports that
             chats += read(row)
+    roles = {message["role"] for chat in chats for message in chat.messages} - {*USUAL}
+    if roles:
+        say(f"--data {data}: messages of the role {', '.join(sorted(roles))} are not trained: answers are of assistant")
     if names := find_unused([chat for chat in chats if not chat.is_plain], template):
         found = [message.get(name) for chat in chats for message in chat.messages for name in names]
         hint = ' ("weight": 0 keeps a message out of training)' if bool in map(type, found) else ""

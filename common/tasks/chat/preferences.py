@@ -94,6 +94,8 @@ def split_pair(row: dict[str, Any]) -> list[Conversation]:
     is_repeated = isinstance(prompt, str) and both[0][0]["role"] != "assistant"  # a text, which both begin with
     begins = [] if not prompt or is_repeated else as_messages(prompt, "user")
     first = len(begins) or _num_asked(*both)
+    if not begins and any(side[first]["role"] != "assistant" for side in both):
+        raise UsageError("its conversations differ before an answer: give both the same question")
     return [Conversation(check_messages(begins + messages), first, options) for messages in _without(begins, both)]
 
 

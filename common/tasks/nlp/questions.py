@@ -178,7 +178,7 @@ def _answers(cell: Any, start: Any, context: str, where: str) -> list[tuple[str,
     cell = [cell] if isinstance(cell, dict) and isinstance(cell.get("text"), str) else cell
     try:
         both = ([one[key] for one in cell] if isinstance(cell, list) else cell[key] for key in ("text", "answer_start"))
-        found = [(str(text), int(float(begin))) for text, begin in zip(*both, strict=True) if text]
+        found = [(str(text), int(float(begin))) for text, begin in zip(*both, strict=True) if text not in (None, "")]
     except (TypeError, KeyError, ValueError, OverflowError):
         forms = 'a text, or as {"text": [...], "answer_start": [...]}'
         raise UsageError(f"{where}: expected an answer as {forms}; found {str(cell)[:40]}") from None

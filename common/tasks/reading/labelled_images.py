@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ class Media(NamedTuple):
     columns: tuple[str, ...]  # of a table next to the files, that may hold classes or texts
     form: str  # of the folder, for messages
     has: str = "classes"  # which folders can name, too; or "texts"
+    read: Callable[[Any], Any] = text_of_cell  # gives what a cell of the columns has
 
 
 class ImageFiles:
@@ -48,11 +50,16 @@ class ImageFiles:
         return len(self.files)
 
     def __getitem__(self, index: int) -> Image.Image:
-        return self.opener(self.files[index], self.name(index))
+        return self._open(self.files[index], index)
 
     def __iter__(self) -> Iterator[Image.Image]:
         for index, file in enumerate(self.files):  # a column reads rows of a table faster together
-            yield self.opener(file, self.name(index))
+            yield self._open(file, index)
+
+    def _open(self, file: Any, index: int) -> Any:
+        if isinstance(file, dict) and not file.get("bytes") and isinstance(file.get("path"), str):
+            file = file | {"path": str(local_path(file["path"], _folder_of(self.data)))}
+        return self.opener(file, self.name(index))
 
     def name(self, index: int) -> str:
         """The path of an image, or its row."""
@@ -60,12 +67,18 @@ class ImageFiles:
         return self.files[index] if isinstance(self.files, list) and isinstance(self.files[index], str) else row
 
 
+def _folder_of(data: str) -> Path:
+    """Where relative paths in a table begin."""
+    path = local_path(data).absolute()
+    return path.parent if path.is_file() else path
+
+
 def files_in(data: str, table: Table, column: str) -> Any:
     """The files in a column of `--data`, or paths from its folder. Raises UsageError if a cell names no file."""
-    files, kind, path = table.values(column), table.kinds.get(column), local_path(data).absolute()
-    if kind is not None and getattr(kind, "dtype", None) != "string":
+    files, kind = table.values(column), table.kinds.get(column)
+    if kind is not None and not _is_text(kind):
         return files
-    folder, paths = path.parent if path.is_file() else path, list[Any]()
+    folder, paths = _folder_of(data), list[Any]()
     for row, file in enumerate(files, start=1):
         paths.append(str(local_path(file, folder)) if isinstance(file, str) else file)
         is_there = Path(paths[-1]).is_file() if isinstance(file, str) else isinstance(file, bytes)
@@ -77,6 +90,10 @@ def files_in(data: str, table: Table, column: str) -> Any:
                 facts = f"holds an array, {printable(str(file)[:80])}: expected a file"
             raise UsageError(f"--data {table.name}: row {row} {facts}")
     return paths
+
+
+def _is_text(kind: Any) -> bool:
+    return getattr(kind, "dtype", None) in ("string", "large_string")
 
 
 def load_image_splits(data: str, advice: str, max_samples: int | None = None) -> list[Labelled]:
@@ -93,7 +110,7 @@ def load_image_splits(data: str, advice: str, max_samples: int | None = None) ->
     if path.is_file() and path.suffix.lower() != ".parquet":
         raise UsageError(f"--data {data} is a file: {FORM}, or parquet files; {advice}")
     endings = {ending for ending, kind in Image.registered_extensions().items() if kind in Image.OPEN}
-    kind = Media("image", endings, LABELS, FORM)
+    kind = Media("image", endings, LABELS, FORM, read=names_in)
     if path.is_dir() and not is_saved(path) and (folders := read_folder(data, path, advice, kind)):
         parts = [_of_folder(data, folder, max_samples) for folder in folders]
     else:
@@ -128,18 +145,19 @@ def _of_table(data: str, table: Table) -> Labelled:
         return type(kind).__name__ == "Image" or (isinstance(kind, dict) and "bytes" in kind) or is_bytes
 
     images, label = [name for name, kind in table.kinds.items() if holds_image(kind)], _label_column(table)
+    images += [name for name in ("image", FILE_NAME) if _is_text(table.kinds.get(name))]  # paths
     if not images or label is None:
         raise UsageError(
             f"--data {data} is not an image-classification dataset: expected an image and a label column, found "
             f"{', '.join(table.column_names)}"
         )
     kind = getattr(table.kinds[label], "feature", table.kinds[label])  # of each in a list
-    names = [names_in(cell, kind) for cell in table.values(label)]
+    names = [*table.read(label, partial(names_in, kind=kind))]
     if empty := [row for row, name in enumerate(names, start=1) if {None, ""} & {*flatten([name])}]:
         raise UsageError(
             f"--data {table.name}: row {empty[0]} has no class in column {label}: remove the row or fill it"
         )
-    return Labelled.of_names(ImageFiles(data, table.values(images[0])), names, getattr(kind, "names", None))
+    return Labelled.of_names(ImageFiles(data, files_in(data, table, images[0])), names, getattr(kind, "names", None))
 
 
 def _label_column(table: Table) -> str | None:
@@ -231,13 +249,17 @@ def _by_folder(below: str, files: list[str], left_out: LeftOut, kind: Media) -> 
 def _by_table(folder: Path, table: Beside, below: str, files: list[str], left_out: LeftOut, kind: Media) -> Files:
     """The labels that a table gives the files below a folder."""
     path, rows, column = table
+    found = list[tuple[str, Any]]()
     for number, row in enumerate(rows, start=1):
-        lacks_class = kind.has == "classes" and {None, ""} & {*flatten([names_in(row[column])])}
-        if not text_of_cell(row[FILE_NAME]) or lacks_class:
+        try:
+            file, label = text_of_cell(row[FILE_NAME]), kind.read(row[column])
+        except UsageError as error:
+            raise UsageError(f"{path}: row {number}: {error}") from None
+        if not file or (kind.has == "classes" and {None, ""} & {*flatten([label])}):
             raise UsageError(f"{path}: row {number} lacks {FILE_NAME} or {column}: expected a text in each")
-        if not (path.parent / row[FILE_NAME]).is_file():
-            raise UsageError(f"{path}: row {number} names {row[FILE_NAME]}: no such file")
-    found = [(os.path.relpath(path.parent / row[FILE_NAME], folder), names_in(row[column])) for row in rows]
+        if not (path.parent / file).is_file():
+            raise UsageError(f"{path}: row {number} names {file}: no such file")
+        found.append((os.path.relpath(path.parent / file, folder), label))
     if twice := [file for file, number in Counter(file for file, _ in {*found}).items() if number > 1]:
         raise UsageError(f"{path} names {twice[0]} twice, with two {column}s: keep one of the rows")
     found = [*dict.fromkeys(found)]

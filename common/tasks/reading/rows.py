@@ -219,8 +219,8 @@ def parts_of_cell(cell: Any, separator: str | None = None) -> list[Any]:
 
 
 def text_of_cell(value: Any, kind: Any = None) -> str | None:  # noqa: PLR0911 - one for each type
-    """The text of a cell; None if it has none. `kind` is the type of its column in `datasets`, if it has one. Raises
-    UsageError if the cell holds a list, a dict or bytes that are not text."""
+    """The text of a cell; None if it has none, or NaN. `kind`: the type of its column in `datasets`, if it has one.
+    Raises UsageError if the cell holds a list, a dict or bytes that are not text."""
     if value is not None and hasattr(kind, "int2str"):  # a class that has a name and a number
         value = kind.encode_example(value)
         value = None if value == NO_CLASS else kind.int2str(value)
@@ -231,6 +231,8 @@ def text_of_cell(value: Any, kind: Any = None) -> str | None:  # noqa: PLR0911 -
             return str(value).lower()
         case Number():
             return value.text
+        case float() if math.isnan(value):
+            return None
         case float() if getattr(kind, "dtype", None) in NARROW:
             return str(numpy.dtype(kind.dtype).type(value))  # 0.1, which is 0.10000000149 in 64 bits
         case datetime():
@@ -286,8 +288,6 @@ def _csv_rows(place: Place, text: TextIO) -> Iterator[Row]:
     csv.field_size_limit(sys.maxsize)
     lines_with_text = filter(str.strip, text)
     first = next(lines_with_text, "")
-    if "\0" in first:
-        raise UsageError(f"{place} holds zero bytes: it is not UTF-8 text; convert it with iconv -f UTF-16 -t UTF-8")
     each = ["\t"] if ending_of(place) == ".tsv" else SEPARATORS
     if named := EXCEL.fullmatch(first):
         each, first = [named[1]], next(lines_with_text, "")
@@ -348,7 +348,7 @@ def _json_rows(place: Place, text: TextIO, halves: Counter[str]) -> Iterator[tup
     try:
         for line in text:
             number += 1
-            if (is_list := line.lstrip().startswith("[")) or line.strip() == "{":  # one object over several lines
+            if (is_list := line.lstrip().startswith("[")) or (number == 1 and _goes_on(line)):
                 line += text.read()
             for part in _items(line) if is_list else filter(str.strip, [line]):
                 whole = ESCAPE.sub(lambda found: r"\ufffd" if found[1] else found[0], part) if r"\u" in part else part
@@ -358,6 +358,15 @@ def _json_rows(place: Place, text: TextIO, halves: Counter[str]) -> Iterator[tup
         if isinstance(error, UnicodeDecodeError):
             raise
         raise UsageError(f"{place}, line {number}: {first_line(error)}: {FORM}") from None
+
+
+def _goes_on(line: str) -> bool:
+    """Whether the first line of a file ends within an object, which has several lines."""
+    try:
+        DECODER.decode(line)
+    except json.JSONDecodeError as error:
+        return line.lstrip().startswith("{") and error.pos >= len(line.rstrip()) - 1
+    return False
 
 
 def _items(text: str) -> Iterator[str]:

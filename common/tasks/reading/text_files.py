@@ -87,14 +87,17 @@ def open_text(place: Place, newline: str | None, says_encoding: bool = True) -> 
     """The text of a file in UTF-8, or in UTF-16 or UTF-32 if it begins with their mark; a line says so. `newline` is
     as in `open`. Raises UsageError, also from the body of `with`, if the file cannot be read or is not text."""
     with open_bytes(place) as file:
-        start = file.peek(4)[:4]
-        if start in (b"PK\x03\x04", b"\xd0\xcf\x11\xe0"):
+        start = file.peek(4)
+        if start[:4] in (b"PK\x03\x04", b"\xd0\xcf\x11\xe0"):
             raise UsageError(f"{place} is a workbook of Excel, or a zip archive: save it as CSV, or unpack it")
         if ending := next((ending for ending, first in PACKED.items() if start.startswith(first)), ""):
             raise UsageError(f"{place} is compressed: rename it to {PurePath(place).name}{ending}, or unpack it")
         encoding = next((name for mark, name in MARKS.items() if start.startswith(mark)), "utf-8-sig")
         if encoding != "utf-8-sig" and says_encoding:
             say(f"{place} is read as {encoding.upper()}, as its first bytes say")
+        if encoding == "utf-8-sig" and b"\0" in start.partition(b"\n")[0]:
+            advice = "it is not UTF-8 text; convert it with iconv -f UTF-16 -t UTF-8"
+            raise UsageError(f"{place} holds zero bytes: {advice}")
         with io.TextIOWrapper(file, encoding=encoding, newline=newline) as text:
             try:
                 yield text

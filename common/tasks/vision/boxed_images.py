@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -109,6 +110,10 @@ def load_boxed_images(data: str, image_column: str, objects_column: str) -> tupl
         table.check_columns({"--image_column": image_column, "--objects_column": objects_column})
         names = _names_of_classes(table.kinds.get(objects_column))
         parts.append((files_in(data, table, image_column), table.values(objects_column), names, ()))
+    for files in [files for files, *_ in parts if isinstance(files, list)]:
+        named = Counter(file for file in files if isinstance(file, str))
+        if twice := [file for file, number in named.items() if number > 1]:
+            raise UsageError(f"--data {data} names {printable(twice[0])} twice: put its boxes into one row, of one id")
     images, objects = [ImageFiles(data, files) for files, *_ in parts], list[list[list[Object]]]()
     for part, (_, cells, names, _) in zip(images, parts):
         objects.append([_objects_in(cell, names, part.name(row)) for row, cell in enumerate(cells)])
@@ -168,6 +173,8 @@ def _read_table(path: Path, objects_column: str) -> tuple[Iterable[Any], Iterabl
     """(names of images, the objects of each, names of the classes, sizes) in a file, or None. Raises UsageError."""
     if path.name == "metadata.jsonl":
         table = table_of(str(path), [path], None, {})
+        if FILE_NAME not in table.column_names:
+            raise UsageError(f"{path} has no column {FILE_NAME}: name the file of each image there")
         table.check_columns({"--objects_column": objects_column})
         return table.values(FILE_NAME), table.values(objects_column), None, []
     if path.suffix.lower() != ".json":
@@ -205,6 +212,8 @@ def _objects_in(cell: Any, names: dict[Any, str] | None, image: str) -> list[Obj
     """The objects in a cell: a list, or a dict of lists. `names`: of the classes, if the cell has none."""
     row, objects = cell, list[Object]()
     try:
+        if isinstance(cell, str) or (isinstance(cell, dict) and cell and "bbox" not in cell):
+            raise ValueError
         if isinstance(cell, dict):  # lists of the same length; its other entries may have different lengths
             cell = {name: cell[name] for name in (*CATEGORIES, "bbox", "iscrowd") if name in cell}
             cell = [dict(zip(cell, values)) for values in zip(*cell.values(), strict=True)]

@@ -1,6 +1,5 @@
 """Images with masks, which have a class for each pixel: in two folders, in parquet files, or on the Hub."""
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from ...data.facts import printable, say, shorten
 from ...errors import UsageError
 from ..reading.image_decoding import Opener
 from ..reading.labelled_images import ImageFiles, files_in
+from ..reading.rows import DECODER, text_of_cell
 from ..reading.sources import hold_out, is_saved, labelled_splits, load_tables, names_of_splits, split_of, walk
 from ..reading.text_files import local_path
 from .augmentation import VaryingFlags, variation
@@ -129,7 +129,10 @@ def load_masked_images(
     sets = [Masked(*both, classes, range(len(both[1]))) for both in zip(images, masks)]
     if len(sets) == 1:
         sets = [replace(sets[0], rows=ids.tolist()) for ids in hold_out(len(masks[0]), one_in=5)]
-    say(f"--data {data}: {len(sets[0].rows):,} images for training, {len(sets[1].rows):,} for evaluation")
+    sizes, names = f"{len(sets[0].rows):,} images for training, {len(sets[1].rows):,} for evaluation", classes.values()
+    say(f"--data {data}: {sizes}; {len(names):,} classes: {shorten([*names])}")
+    if not class_names and max(classes) - min(classes) >= len(classes) > 2:
+        say(f"--data {data}: the numbers of the classes have gaps, as in masks that were scaled with interpolation")
     return sets[0], sets[1]
 
 
@@ -163,7 +166,10 @@ def _in_folders(data: str, folder: Path, images: str, masks: str) -> list[Any]:
 def _read_names(path: str) -> dict[int, str]:
     """The classes that a JSON file names. Raises UsageError."""
     try:
-        found = json.loads(local_path(path).read_text(encoding="utf-8-sig"))
-        return {int(number): str(name) for number, name in found.items()}
-    except (OSError, ValueError, AttributeError):
+        found = DECODER.decode(local_path(path).read_text(encoding="utf-8-sig"))
+        names = {int(number): text_of_cell(name) or "" for number, name in found.items()}
+        if len(names) == len(found) and all(names.values()):
+            return names
+        raise ValueError
+    except (OSError, ValueError, AttributeError, UsageError):
         raise UsageError(f'--class_names {path}: expected a JSON file such as {{"0": "road", "1": "car"}}') from None
