@@ -55,10 +55,8 @@ def _opened(checkpoint: Path) -> "Reader":
         try:
             return Reader.open_verified(checkpoint, CpuGroup())
         except DamagedError as error:
-            raise UsageError(
-                f"{checkpoint} is not a complete checkpoint ({error}): use the run's output folder for its newest "
-                "complete one"
-            ) from None
+            advice = "use the run's output folder for its newest complete one"
+            raise UsageError(f"{checkpoint} is not a complete checkpoint ({error}): {advice}") from None
     if not checkpoint.is_dir():
         raise UsageError(f"{checkpoint} is not a folder: use the folder of a checkpoint or of a run")
     try:

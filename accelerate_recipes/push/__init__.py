@@ -79,10 +79,8 @@ def _finished(output_dir: Path) -> dict[str, Any]:
     if not is_done:
         raise UsageError(f"the run in {output_dir} is not done: use its command with --resume_from_checkpoint latest")
     if not has_model:
-        raise UsageError(
-            f"{output_dir / 'model'} has no weights, though the run is done: if it has checkpoints, run "
-            f"accelerate-recipes export {output_dir} {output_dir / 'model'}"
-        )
+        advice = f"if it has checkpoints, run accelerate-recipes export {output_dir} {output_dir / 'model'}"
+        raise UsageError(f"{output_dir / 'model'} has no weights, though the run is done: {advice}")
     return card
 
 

@@ -135,10 +135,8 @@ def _row(name: str, run: Finished, checkpoint: Path, origin: Origin, script: Pat
         return Row(name, None, note=f"not checked {reason}"), ""
     first, num_checked = run.card["first_step"], run.card["checked_steps"]
     if run.last_step <= first:
-        raise UsageError(
-            f"{checkpoint} is at the end of its run, step {first}: use an earlier checkpoint, or train longer, with "
-            f"-- --max_steps {first + 2}"
-        )
+        advice = f"use an earlier checkpoint, or train longer, with -- --max_steps {first + 2}"
+        raise UsageError(f"{checkpoint} is at the end of its run, step {first}: {advice}")
     steps = f"steps {first + 1} and {first + 2}" if num_checked == 2 else f"step {first + 1}"
     note = f"same in {steps} ({run.card['parallelism']}, {run.card['num_processes']} processes)"
     return Row(name, run.card["num_processes"], note=note, checked_steps=num_checked), ""

@@ -178,10 +178,8 @@ class OutputDir:
                 names += ["metrics.jsonl", "run.json"]
             held, goes_on = next((name for name in names if (self.path / name).exists()), None), ""
         if held is not None:
-            raise UsageError(
-                f"{self.path} holds {held} of {whose}: use {goes_on}--overwrite_output_dir to {otherwise}, or another "
-                "--output_dir"
-            )
+            advice = f"use {goes_on}--overwrite_output_dir to {otherwise}, or another --output_dir"
+            raise UsageError(f"{self.path} holds {held} of {whose}: {advice}")
 
 
 def _move_beside(moves: list[tuple[Path, Path]]) -> None:

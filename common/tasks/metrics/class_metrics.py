@@ -68,10 +68,8 @@ def weights_of_classes(flag: str | None, parts: Sequence[Labelled], are_mixed: b
             if name in weights and 0 < float(number) < math.inf:
                 weights[name] = float(number)
                 continue
-        raise UsageError(
-            f"--class_weights {flag}: {word} is not a class with a weight: use balanced, or numbers above 0 such as "
-            f"{classes[0]}:2,{classes[-1]}:0.5"
-        )
+        advice = f"use balanced, or numbers above 0 such as {classes[0]}:2,{classes[-1]}:0.5"
+        raise UsageError(f"--class_weights {flag}: {word} is not a class with a weight: {advice}")
     return [weights[name] for name in classes]
 
 

@@ -63,10 +63,8 @@ def load_pretrained(
             "a model such as SmolVLM, Qwen-VL or Gemma 3"
         )
     if _sees_the_future(model):
-        raise UsageError(
-            f"--model_name_or_path {name_or_path}: {type(model).__name__} attends to later tokens: use the path of a "
-            f"{expected}, not of an encoder"
-        )
+        advice = f"{type(model).__name__} attends to later tokens: use the path of a {expected}, not of an encoder"
+        raise UsageError(f"--model_name_or_path {name_or_path}: {advice}")
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest and context > longest:
         raise UsageError(f"--{flag} {context} exceeds the model's {longest} positions: use --{flag} {longest}")

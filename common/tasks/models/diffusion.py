@@ -59,10 +59,8 @@ class DiT(nn.Module):
                 f"{', '.join(map(str, sizes))}"
             )
         if width % num_heads:
-            raise UsageError(
-                f"--hidden_size {width} does not divide into {num_heads} heads: use "
-                f"--hidden_size {max(1, width // num_heads) * num_heads}"
-            )
+            advice = f"use --hidden_size {max(1, width // num_heads) * num_heads}"
+            raise UsageError(f"--hidden_size {width} does not divide into {num_heads} heads: {advice}")
         self.patch_size, self.grid = patch_size, (height // patch_size, width_in_pixels // patch_size)
         self.enter = nn.Linear(channels * patch_size**2, width)
         self.position = nn.Parameter(0.02 * torch.randn(self.grid[0] * self.grid[1], width))

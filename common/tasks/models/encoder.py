@@ -47,10 +47,8 @@ def small_bert(
 ) -> tuple[PreTrainedModel, Any]:
     """(a BERT from scratch, a tokenizer of words of these texts, or of an evaluated run). Raises UsageError."""
     if config.hidden_size % config.num_heads:
-        raise UsageError(
-            f"--hidden_size {config.hidden_size} does not divide into {config.num_heads} heads: use "
-            f"--hidden_size {max(1, config.hidden_size // config.num_heads) * config.num_heads}"
-        )
+        advice = f"use --hidden_size {max(1, config.hidden_size // config.num_heads) * config.num_heads}"
+        raise UsageError(f"--hidden_size {config.hidden_size} does not divide into {config.num_heads} heads: {advice}")
     shape = BertConfig(
         vocab_size=config.vocabulary,
         hidden_size=config.hidden_size,

@@ -125,10 +125,8 @@ def _check_body(
     """Raises UsageError if the files lack most weights below the head, or have one of a different shape."""
     prefix = f"{model.base_model_prefix}."
     if body := [name for name in misfits if name.startswith(prefix)]:
-        raise UsageError(
-            f"--model_name_or_path {path}: {len(body)} weights do not fit config.json, such as {body[0]}: use the path "
-            f"of another {expected}"
-        )
+        advice = f"{len(body)} weights do not fit config.json, such as {body[0]}: use the path of another {expected}"
+        raise UsageError(f"--model_name_or_path {path}: {advice}")
     names = {name for name, _ in model.named_parameters() if model.base_model is model or name.startswith(prefix)}
     if 2 * len(lost := [name for name in missing if name in names]) > len(names):
         raise lacking(path, model, lost, expected, others)
@@ -229,10 +227,8 @@ def _usable(folder: str, kinds: Iterable[Any], load: Callable[[], Any]) -> Any:
             raise ValueError(f"it is {config['architectures'][0]}")
         return load()
     except Exception as error:  # the library and its readers raise dozens of types
-        raise UsageError(
-            f"the model in {folder} cannot be used ({first_line(error)}): use the --output_dir of a finished run of "
-            "this recipe"
-        ) from None
+        advice = "use the --output_dir of a finished run of this recipe"
+        raise UsageError(f"the model in {folder} cannot be used ({first_line(error)}): {advice}") from None
 
 
 def exported_folder(output_dir: Path, flag: str = "--predict") -> str:

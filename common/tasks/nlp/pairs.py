@@ -93,10 +93,8 @@ def load_pairs(
         parts = [_rows(table, *columns) for table in tables]
     train, evaluation = divide(parts)
     if min(len(train), len(evaluation)) < 2:
-        raise UsageError(
-            f"--data {data} has {len(train)} training and {len(evaluation)} evaluation pairs: expected two or more "
-            f"of each, so {2 * HELD_OUT} rows if it has no evaluation part"
-        )
+        advice = f"expected two or more of each, so {2 * HELD_OUT} rows if it has no evaluation part"
+        raise UsageError(f"--data {data} has {len(train)} training and {len(evaluation)} evaluation pairs: {advice}")
     others = [pair.score if score_column else text for pair in train for text in pair.texts[1:]]
     check_differ(data, others, "scores for training" if score_column else "documents for training")
     return train, evaluation

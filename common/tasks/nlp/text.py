@@ -112,10 +112,8 @@ def load_tokens(
         parts, files = [parts[0][:cut], parts[0][cut:]], files * 2
     train, evaluation = parts
     if len(train) <= context or len(evaluation) < 2:
-        raise UsageError(
-            f"--data {data} has {len(train)} training and {len(evaluation)} evaluation tokens: a block needs "
-            f"{context + 1}; use a smaller --{flag} or use more text"
-        )
+        advice = f"a block needs {context + 1}; use a smaller --{flag} or use more text"
+        raise UsageError(f"--data {data} has {len(train)} training and {len(evaluation)} evaluation tokens: {advice}")
     return TokenDataset(train, context, True, files[0]), TokenDataset(evaluation, context, False, files[1])
 
 

@@ -147,10 +147,8 @@ def _of_table(data: str, table: Table) -> Labelled:
     images, label = [name for name, kind in table.kinds.items() if holds_image(kind)], _label_column(table)
     images += [name for name in ("image", FILE_NAME) if _is_text(table.kinds.get(name))]  # paths
     if not images or label is None:
-        raise UsageError(
-            f"--data {data} is not an image-classification dataset: expected an image and a label column, found "
-            f"{', '.join(table.column_names)}"
-        )
+        advice = f"expected an image and a label column, found {', '.join(table.column_names)}"
+        raise UsageError(f"--data {data} is not an image-classification dataset: {advice}")
     kind = getattr(table.kinds[label], "feature", table.kinds[label])  # of each in a list
     names = [*table.read(label, partial(names_in, kind=kind))]
     if empty := [row for row, name in enumerate(names, start=1) if {None, ""} & {*flatten([name])}]:

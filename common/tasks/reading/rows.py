@@ -146,10 +146,8 @@ class Table:
             with suppress(ValueError):
                 number = float(text or "nan") if "_" not in (text or "") else math.nan  # Python reads 1_000 as 1000
             if not math.isfinite(number):
-                raise UsageError(
-                    f"--data {self.name}: column {column}, row {row} below the header: expected a number, got "
-                    f"'{text or ''}'; correct it or remove the row or column"
-                )
+                advice = f"expected a number, got '{text or ''}'; correct it or remove the row or column"
+                raise UsageError(f"--data {self.name}: column {column}, row {row} below the header: {advice}")
             yield number
 
 
@@ -310,10 +308,8 @@ def _csv_rows(place: Place, text: TextIO) -> Iterator[Row]:
                 )
             yield dict(zip(header, cells))
     except csv.Error as error:
-        raise UsageError(
-            f"{place}, line {lines.line_num}: {error}: put text that contains quotes in quotes, and "
-            "double the quotes inside"
-        ) from None
+        advice = "put text that contains quotes in quotes, and double the quotes inside"
+        raise UsageError(f"{place}, line {lines.line_num}: {error}: {advice}") from None
 
 
 def _quoting_of_tabs(place: Place, first: str) -> Any:

@@ -206,10 +206,8 @@ def files_of_folder(data: str, folder: Path, kinds: dict[str, str], advice: str)
         is_of_kind = kinds[ending_of(path)] == kinds[ending_of(found[0])]
         other = copies.setdefault(strip_packing(path), path) if is_of_kind else found[0]
         if other is not path:
-            raise UsageError(
-                f"--data {data} holds {other.name} and {path.name}, which may be the same: use the path of one, or "
-                "move the other away"
-            )
+            what = "use the path of one, or move the other away"
+            raise UsageError(f"--data {data} holds {other.name} and {path.name}, which may be the same: {what}")
     named = [(path.absolute(), split_of(path.relative_to(folder))) for path in found]
     unnamed = "" if any(split == "train" for _, split in named) else "train"  # the split of files without one
     splits: Files = {}

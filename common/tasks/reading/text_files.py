@@ -104,7 +104,5 @@ def open_text(place: Place, newline: str | None, says_encoding: bool = True) -> 
             except UnicodeDecodeError as error:
                 byte = file.tell() - len(error.object) + error.start
                 name = encoding.upper().removesuffix("-SIG")
-                raise UsageError(
-                    f"{place} is not text in {name} ({error.reason} at byte {byte}): convert it, for example with "
-                    "iconv -f LATIN1 -t UTF-8"
-                ) from None
+                what = "convert it, for example with iconv -f LATIN1 -t UTF-8"
+                raise UsageError(f"{place} is not text in {name} ({error.reason} at byte {byte}): {what}") from None

@@ -49,10 +49,8 @@ class Preprocessing:
             sides = [*size.values()] if isinstance(size, dict) else [size]
             return cls(int(min(sides)), tuple(content["image_mean"]), tuple(content["image_std"]))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UsageError(
-                f"--model_name_or_path {name_or_path}: no {SETTINGS} with size, image_mean and image_std there "
-                f"({first_line(error)})"
-            ) from None
+            advice = f"no {SETTINGS} with size, image_mean and image_std there ({first_line(error)})"
+            raise UsageError(f"--model_name_or_path {name_or_path}: {advice}") from None
 
     @silent()
     def write(self, folder: Path, processor: str = "ViTImageProcessor") -> None:

@@ -197,14 +197,10 @@ class ImageFormat:
             if has_types and is_size and math.prod(form.image_shape) <= MOST_PIXELS and form.network in networks:
                 return form
         if not any(path.parent.glob("*.safetensors")):
-            raise UsageError(
-                f"no model in {path.parent}: train first (the same command without --predict), or use the "
-                "--output_dir of a finished run"
-            )
-        raise UsageError(
-            f"{path} does not describe an image classifier: train again with --overwrite_output_dir, or use the "
-            "--output_dir of a run of this recipe"
-        )
+            advice = "train first (the same command without --predict), or use the --output_dir of a finished run"
+            raise UsageError(f"no model in {path.parent}: {advice}")
+        advice = "train again with --overwrite_output_dir, or use the --output_dir of a run of this recipe"
+        raise UsageError(f"{path} does not describe an image classifier: {advice}")
 
 
 def read_image(path: str | Path, form: ImageFormat) -> torch.Tensor:
