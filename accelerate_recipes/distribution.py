@@ -77,8 +77,6 @@ def _installed() -> Distribution:
             f"{NAME} is not installed, but a new project needs it: run pip install -e . in its checkout"
         ) from None
     if installed.version.partition("+")[0] != bundle.VERSION:
-        raise UsageError(
-            f"{NAME} {installed.version} is installed, but its files are from version {bundle.VERSION}: run pip "
-            "install -e . in its checkout again"
-        )
+        what = f"its files are from version {bundle.VERSION}: run pip install -e . in its checkout again"
+        raise UsageError(f"{NAME} {installed.version} is installed, but {what}")
     return installed

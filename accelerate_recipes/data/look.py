@@ -58,8 +58,7 @@ def _tokenizer(export: Any) -> Any:
     """The tokenizer (alone or in a processor) whose files `export` writes: `export` is its method, or refers to it."""
     held = [getattr(export, "__self__", None), *getattr(export, "args", ())]
     held += [cell.cell_contents for cell in getattr(export, "__closure__", None) or ()]
-    found = (getattr(one, "tokenizer", one) for one in held)
-    return next((one for one in found if hasattr(one, "decode")), None)
+    return next((one for one in (getattr(each, "tokenizer", each) for each in held) if hasattr(one, "decode")), None)
 
 
 def _size(dataset: Any) -> dict[str, int]:

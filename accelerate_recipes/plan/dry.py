@@ -76,8 +76,7 @@ def _measure(case: Case, last: bool, gpu: Gpu, *arguments: Any, **options: Any) 
     config = replace(config, pipeline_stages=case.stages, check_steps=0, compile=False)
     layout = replace(layout_of(Environment.read(), config), device="cpu")
     setup = replace(setup, plan=setup.plan.under(config, layout))
-    num_bytes = sum(weight.nbytes for weight in setup.model.parameters())
-    why_not = why_not_checked(layout.precision, num_bytes, gpu.usable)
+    why_not = why_not_checked(layout.precision, sum(each.nbytes for each in setup.model.parameters()), gpu.usable)
     run, offloads = _run(setup, check_steps, why_not), layout.environment.is_true("fsdp_offload_params")
     if layout.pp > 1:
         if setup.batch_loss is not None:

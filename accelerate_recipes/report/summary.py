@@ -84,8 +84,7 @@ def repeat(run: Run) -> str | None:
 
 def as_json(runs: Sequence[Run]) -> dict[str, Any]:
     """The summary of the runs, for JSON."""
-    names = [run.name for run in runs]
-    by_run = {setting: dict(zip(names, values)) for setting, values in differences(runs)}
+    by_run = {setting: dict(zip([run.name for run in runs], values)) for setting, values in differences(runs)}
     return {"runs": [_summary(run) for run in runs], "differences": by_run}
 
 

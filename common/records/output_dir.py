@@ -214,9 +214,9 @@ def _check_shared(folder: Path, group: CpuGroup, machine_rank: int) -> None:
     if group.rank == 0:
         token.unlink(missing_ok=True)
     for host, machine in [(host, machine) for host, machine, sees in hosts if not sees]:
+        its = f"the --output_dir {folder} of machine 0 ({hosts[0][0]})"
         raise UsageError(
-            f"machine {machine} ({host}) does not see the --output_dir {folder} of machine 0 ({hosts[0][0]}): use one "
-            "on a file system that all machines share"
+            f"machine {machine} ({host}) does not see {its}: use one on a file system that all machines share"
         )
 
 

@@ -132,10 +132,8 @@ def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
         model.train()
         found = model(input_ids=tokens, use_cache=False).logits
     if not torch.allclose(found, expected, rtol=1e-4, atol=1e-5):
-        raise UsageError(
-            f"{type(model).__name__} draws random numbers while it trains, so that policy and reference differ: use "
-            "the path of a model that does not, or switch them off in its config.json"
-        )
+        what = f"{type(model).__name__} draws random numbers while it trains, so that policy and reference differ"
+        raise UsageError(f"{what}: use the path of a model that does not, or switch them off in its config.json")
     return model
 
 

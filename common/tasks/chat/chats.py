@@ -59,8 +59,7 @@ class Chats:
         return self._column("num_trained")
 
     def _column(self, name: str) -> list[Any]:
-        rows = self.rows if isinstance(self.rows, list) else self.rows.select_columns([name])
-        return [row[name] for row in rows]
+        return [row[name] for row in (self.rows if isinstance(self.rows, list) else self.rows.select_columns([name]))]
 
     def part(self, samples: Iterable[int]) -> "Chats":
         """The conversations of these samples, which stay on disk."""

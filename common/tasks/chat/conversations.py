@@ -58,9 +58,8 @@ class Conversation:
         for name in (column, "conversations"):
             if name in row:
                 return cls(check_messages(as_messages(json_of(row, name, list) or [])), 0, options_of(row))
-        prompt = as_messages(row["prompt"], "user")
-        messages = check_messages(prompt + as_messages(row["completion"], "assistant"))
-        return cls(messages, len(prompt), options_of(row))
+        prompt, answer = as_messages(row["prompt"], "user"), as_messages(row["completion"], "assistant")
+        return cls(check_messages(prompt + answer), len(prompt), options_of(row))
 
 
 def as_messages(given: Any, role: str | None = None) -> Messages:

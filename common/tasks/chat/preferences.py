@@ -140,10 +140,8 @@ def weights_of_losses(
     except ValueError:
         found = {}
     if len(found) < len(pairs) or not found.keys() <= {*known} or not all(0 < w < inf for w in found.values()):
-        raise UsageError(
-            f"--loss {text}: expected one of {', '.join(known)}, or a weighted sum of several, such as "
-            "dpo:0.8,hinge:0.2"
-        )
+        what = f"expected one of {', '.join(known)}, or a weighted sum of several, such as dpo:0.8,hinge:0.2"
+        raise UsageError(f"--loss {text}: {what}")
     if smoothing and not found.keys() & {*smoothed}:
         raise UsageError(f"--label_smoothing is not for --loss {text}: use one of {', '.join(sorted(smoothed))}")
     return found

@@ -181,10 +181,8 @@ def _match_images(shown: list[dict[str, Any]], images: list[Any]) -> list[Any]:
         found.append(own)
     is_left = next(left, None) is not None and not any("index" in part for part in shown)
     if is_left or any(image is None for image in found):
-        raise UsageError(
-            f"its messages have {len(shown)} places for images, but its column has {len(images)} images: expected the "
-            "same number, none of them empty (--images_column names the column)"
-        )
+        what = f"its messages have {len(shown)} places for images, but its column has {len(images)} images"
+        raise UsageError(f"{what}: expected the same number, none of them empty (--images_column names the column)")
     return found
 
 

@@ -58,13 +58,11 @@ def load_pretrained(
     if missing:
         raise lacking(name_or_path, model, missing, expected)
     if not is_text and getattr(model.config, "image_token_id", None) is None:
-        raise UsageError(
-            f"--model_name_or_path {name_or_path}: {type(model).__name__} has no token for images: use the path of "
-            "a model such as SmolVLM, Qwen-VL or Gemma 3"
-        )
+        what = "use the path of a model such as SmolVLM, Qwen-VL or Gemma 3"
+        raise UsageError(f"--model_name_or_path {name_or_path}: {type(model).__name__} has no token for images: {what}")
     if _sees_the_future(model):
-        advice = f"{type(model).__name__} attends to later tokens: use the path of a {expected}, not of an encoder"
-        raise UsageError(f"--model_name_or_path {name_or_path}: {advice}")
+        what = f"{type(model).__name__} attends to later tokens: use the path of a {expected}, not of an encoder"
+        raise UsageError(f"--model_name_or_path {name_or_path}: {what}")
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest and context > longest:
         raise UsageError(f"--{flag} {context} exceeds the model's {longest} positions: use --{flag} {longest}")

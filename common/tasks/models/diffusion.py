@@ -54,10 +54,8 @@ class DiT(nn.Module):
         channels, height, width_in_pixels = image_shape
         if height % patch_size or width_in_pixels % patch_size:
             sizes = [size for size in range(1, 17) if height % size == width_in_pixels % size == 0]
-            raise UsageError(
-                f"--patch_size {patch_size} does not divide images of {height} x {width_in_pixels}: use one of "
-                f"{', '.join(map(str, sizes))}"
-            )
+            what = f"--patch_size {patch_size} does not divide images of {height} x {width_in_pixels}"
+            raise UsageError(f"{what}: use one of {', '.join(map(str, sizes))}")
         if width % num_heads:
             advice = f"use --hidden_size {max(1, width // num_heads) * num_heads}"
             raise UsageError(f"--hidden_size {width} does not divide into {num_heads} heads: {advice}")

@@ -75,8 +75,7 @@ class LongSequences:
             self._documents = (padded.diff(prepend=padded[:, :1]) != 1).cumsum(1)
         own, own_labels = self.group.slice(tokens, 0), self.group.slice(labels, ignored)
         # With a mask, transformers does not look for documents in the positions; it sees only a slice of them.
-        given = {"position_ids": self.group.slice(positions, 0), "attention_mask": torch.ones_like(own)}
-        return own, own_labels, given
+        return own, own_labels, {"position_ids": self.group.slice(positions, 0), "attention_mask": torch.ones_like(own)}
 
     def _mask_of_all(self, *, mask_function: Any, allow_is_causal_skip: bool = True, **given: Any) -> Any:
         """The mask for all tokens, from what transformers asks for a slice."""

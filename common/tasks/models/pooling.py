@@ -88,10 +88,9 @@ def _mode_of(path: str | None, parts: dict[str, str]) -> str:
     others += ["pooling without the prompt"] * (settings.get("include_prompt") is False)
     others += ["lower case"] * bool(_read(path, "sentence_bert_config.json", {}).get("do_lower_case"))
     if others or len(modes) != 1 or modes[0] not in POOLINGS:
-        raise UsageError(
-            f"--model_name_or_path {path} makes vectors with {' and '.join([*modes, *others])}: this recipe has "
-            f"{', '.join(POOLINGS)}; use --pooling with one of them to train it that way, or sentence-transformers"
-        )
+        what = f"{path} makes vectors with {' and '.join([*modes, *others])}: this recipe has {', '.join(POOLINGS)}"
+        advice = "use --pooling with one of them to train it that way, or sentence-transformers"
+        raise UsageError(f"--model_name_or_path {what}; {advice}")
     return str(modes[0])
 
 

@@ -125,8 +125,8 @@ def _check_body(
     """Raises UsageError if the files lack most weights below the head, or have one of a different shape."""
     prefix = f"{model.base_model_prefix}."
     if body := [name for name in misfits if name.startswith(prefix)]:
-        advice = f"{len(body)} weights do not fit config.json, such as {body[0]}: use the path of another {expected}"
-        raise UsageError(f"--model_name_or_path {path}: {advice}")
+        what = f"{len(body)} weights do not fit config.json, such as {body[0]}: use the path of another {expected}"
+        raise UsageError(f"--model_name_or_path {path}: {what}")
     names = {name for name, _ in model.named_parameters() if model.base_model is model or name.startswith(prefix)}
     if 2 * len(lost := [name for name in missing if name in names]) > len(names):
         raise lacking(path, model, lost, expected, others)
@@ -136,9 +136,9 @@ def lacking(name_or_path: str, model: Any, names: list[str], expected: str, othe
     """The error for a model whose files lack the weights of these names, and perhaps have others."""
     other = min(others, default="")
     advice = "; save the model inside that of DDP or torch.compile" * other.startswith(("module.", "_orig_mod."))
+    what = f"{len(names)} of the weights of {type(model).__name__}, such as {names[0]}{other and f', but has {other}'}"
     return UsageError(
-        f"--model_name_or_path {name_or_path} lacks {len(names)} of the weights of {type(model).__name__}, such as "
-        f"{names[0]}{other and f', but has {other}'}: use the path of a complete {expected}{advice}"
+        f"--model_name_or_path {name_or_path} lacks {what}: use the path of a complete {expected}{advice}"
     )
 
 
@@ -287,10 +287,8 @@ def _check_rows(model: PreTrainedModel, tokenizer: Any) -> None:
     extra = {str(each) for each in plain.added_tokens_decoder.values() if each.special} - named
     in_template = any(token in str(plain.chat_template) for token in without)
     if not extra.issuperset(without) or not plain.is_fast or plain is not tokenizer or in_template:
-        raise UsageError(
-            f"its tokenizer has the token {without[-1]!r} with the id {tokens[without[-1]]}, but the model "
-            f"has {num_rows} rows for tokens: use the path of a model with its own tokenizer"
-        )
+        what = f"the model has {num_rows} rows for tokens: use the path of a model with its own tokenizer"
+        raise UsageError(f"its tokenizer has the token {without[-1]!r} with the id {tokens[without[-1]]}, but {what}")
     content = json.loads(plain.backend_tokenizer.to_str())
     content["added_tokens"] = [each for each in content["added_tokens"] if each["content"] not in without]
     plain._tokenizer = Tokenizer.from_str(json.dumps(content))
@@ -354,7 +352,6 @@ def runnable(model: PreTrainedModel) -> Iterator[None]:
             num_kept = 1 + max(types.index(kind) for kind in types)
             for layers in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
                 if len(layers) == config.num_hidden_layers:
-                    kept = dict(list(layers._modules.items())[:num_kept])
-                    cut.enter_context(patch.object(layers, "_modules", kept))
+                    cut.enter_context(patch.object(layers, "_modules", dict([*layers._modules.items()][:num_kept])))
         with with_random_weights(model.eval()):  # of those on disk
             yield

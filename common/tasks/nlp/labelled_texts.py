@@ -92,10 +92,8 @@ def load_labelled_texts(
     labels = [[row[-1] for row in part] for part in parts]
     is_number, classes = target in NUMBERS, {*flatten([label for part in labels for label in part])}
     if not all(texts) or (not is_number and len(classes) < (2 if target == "class" else 1)):
-        raise UsageError(
-            f"--data {data} has {len(texts[0])} training and {len(texts[1])} evaluation texts of {len(classes)} "
-            "classes: expected both, and two or more classes"
-        )
+        what = f"{len(texts[0])} training and {len(texts[1])} evaluation texts of {len(classes)} classes"
+        raise UsageError(f"--data {data} has {what}: expected both, and two or more classes")
     if is_number:
         for part, task in zip(labels, ("training", "evaluation")):  # such as a test split with hidden numbers
             check_differ(data, part, f"numbers for {task}")

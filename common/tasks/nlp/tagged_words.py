@@ -164,8 +164,7 @@ def _sentences(place: Place, word_column: str, tag_column: str) -> Iterator[Sent
         raise UsageError(f"{place}: expected a word and its tag in a line, found {first.strip()[:40]!r}")
     if not {word_column, tag_column} <= {*names}:
         taken = [(name, names[column]) for name, column in zip((word_column, tag_column), at) if name not in names]
-        facts = [f"no column is called {name}: column {there} is used" for name, there in taken]
-        say(f"{place}: {', '.join(facts)}")
+        say(f"{place}: {', '.join(f'no column is called {name}: column {there} is used' for name, there in taken)}")
     tag, every = cells[at[1]], [split(line)[at[1] :][:1] for line in lines]
     if not has_header and every.count([tag]) == 1 and tag != "O" and not MARK.match(tag):
         flags = f"--word_column {cells[at[0]]} --tag_column {tag}"
@@ -195,16 +194,13 @@ def _rows(table: Table, word_column: str, tag_column: str) -> list[Sentence]:
     found = list[Sentence]()
     for row, (words, tags) in enumerate(zip(table.lists(word_column), table.lists(tag_column)), start=1):
         if len(words) != len(tags) or not all(tags):
-            raise UsageError(
-                f"--data {table.name}, row {row}: {len(words)} words in column {word_column}, and "
-                f"{len([*filter(None, tags)])} tags in {tag_column}: expected one for each"
-            )
+            what = f"{len([*filter(None, tags)])} tags in {tag_column}: expected one for each"
+            raise UsageError(f"--data {table.name}, row {row}: {len(words)} words in column {word_column}, and {what}")
         found += [(words, tags)] * bool(words)
     if len(found) < len(table):
         say(f"--data {table.name}: {len(table) - len(found):,} of {len(table):,} rows have no words: left out")
     if len(found) > 1 and all(len(words) == 1 for words, _ in found):
-        raise UsageError(
-            f"--data {table.name}: each row has a single word: expected the words of a whole sentence; or use a CoNLL "
-            "file, with a word and its tag in each line, and an empty line after each sentence"
-        )
+        form = "a CoNLL file, with a word and its tag in each line, and an empty line after each sentence"
+        what = "each row has a single word: expected the words of a whole sentence"
+        raise UsageError(f"--data {table.name}: {what}; or use {form}")
     return found

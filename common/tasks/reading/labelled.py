@@ -173,8 +173,8 @@ def classes_of_model(name_or_path: str, classes: list[str]) -> tuple[list[str], 
             return classes, False
         say(f"the outputs of {name_or_path} have no names: they count as the classes 0 to {numbers[-1]}")
         return numbers, False
-    advice = f"the data has {shorten(classes)} (a head keeps its weights if it knows all classes of the data by name)"
-    say(f"the head is new: the head of {name_or_path} knows {shorten(names)}; {advice}")
+    what = f"the head is new: the head of {name_or_path} knows {shorten(names)}; the data has {shorten(classes)}"
+    say(f"{what} (a head keeps its weights if it knows all classes of the data by name)")
     return classes, True
 
 

@@ -74,10 +74,8 @@ class Sources(Generic[Part]):
             for attribute in same:
                 first, other = getattr(self.train, attribute), getattr(part, attribute)
                 if first != other:
-                    raise UsageError(
-                        f"--data {config.data}: {attribute} is {other} in {name} and {first} in the first source: they "
-                        "must be the same"
-                    )
+                    what = f"{attribute} is {other} in {name} and {first} in the first source: they must be the same"
+                    raise UsageError(f"--data {config.data}: {what}")
 
     def sets(
         self, train: Callable[[Part], Any] = lambda part: part, evaluation: Callable[[Part], Any] | None = None

@@ -200,10 +200,8 @@ def rows_with_text(table: Table, *columns: str, beside: Sequence[Any] | None = N
     rows = list(zip(*map(table.texts, columns)))
     empty = {number for number, row in enumerate(rows) if not all(text and text.strip() for text in row)}
     if empty:
-        say(
-            f"--data {table.name}: {len(empty):,} of {len(rows):,} rows have no text in column {' or '.join(columns)}, "
-            f"such as row {min(empty) + 1}: left out"
-        )
+        what = f"{len(empty):,} of {len(rows):,} rows have no text in column {' or '.join(columns)}"
+        say(f"--data {table.name}: {what}, such as row {min(empty) + 1}: left out")
     more = [()] * len(rows) if beside is None else [*zip(beside)]
     return [(*row, *more[number]) for number, row in enumerate(rows) if number not in empty]
 
@@ -302,10 +300,8 @@ def _csv_rows(place: Place, text: TextIO) -> Iterator[Row]:
             )
         for number, cells in enumerate(filter(None, lines), start=1):
             if len(cells) > len(header):
-                raise UsageError(
-                    f"{place}: row {number} has {len(cells)} values, the header has {len(header)} names: put text "
-                    f'that contains "{separator}" in quotes'
-                )
+                what = f"{place}: row {number} has {len(cells)} values, the header has {len(header)} names"
+                raise UsageError(f'{what}: put text that contains "{separator}" in quotes')
             yield dict(zip(header, cells))
     except csv.Error as error:
         advice = "put text that contains quotes in quotes, and double the quotes inside"

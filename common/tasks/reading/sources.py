@@ -159,9 +159,7 @@ def table_files(data: str, advice: str) -> tuple[Files, dict[str, Any]]:
     if path.is_dir():
         if is_saved(path):
             return {}, {}
-        if not _has_card(path):
-            return files_of_folder(data, path, TABLES, advice), {}
-        return _find_files(data, advice)
+        return _find_files(data, advice) if _has_card(path) else (files_of_folder(data, path, TABLES, advice), {})
     if path.is_file():
         if ending_of(path) not in TABLES:
             raise UsageError(f"--data {data}: its name must end with one of {', '.join(TABLES)}; {advice}")

@@ -58,8 +58,7 @@ class BoxedImages(Dataset):
         return len(self.source.rows)
 
     def _misfit(self, row: int, image: Any, what: str) -> UsageError:
-        name = self.source.images.name(row)
-        return UsageError(f"{name} has {image.width} x {image.height} pixels, but {what}")
+        return UsageError(f"{self.source.images.name(row)} has {image.width} x {image.height} pixels, but {what}")
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         row = self.source.rows[index]
@@ -75,8 +74,7 @@ class BoxedImages(Dataset):
         boxes = torch.tensor([box for _, box, _ in objects]).view(-1, 2, 2)  # left and top, width and height
         corners = torch.stack([boxes[:, 0], boxes.sum(1)], 1).clamp(min=0).minimum(size)
         if (corners[:, 0] >= corners[:, 1]).any():
-            what = "a box is outside: expected left, top, width and height in pixels"
-            raise self._misfit(row, image, what)
+            raise self._misfit(row, image, "a box is outside: expected left, top, width and height in pixels")
         stays = ((corners.mean(1) > start) & (corners.mean(1) < end)).all(1)  # by their centres, as in Liu et al. 2016
         corners = ((corners[stays] - start) / (end - start)).clamp(0, 1)
         if is_mirrored:
@@ -194,10 +192,8 @@ def _read_table(path: Path, objects_column: str) -> tuple[Iterable[Any], Iterabl
         return files.values(), objects.values(), {each["id"]: str(each["name"]) for each in kinds}, sizes
     except (ValueError, RecursionError, LookupError, TypeError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else first_line(error)
-        raise UsageError(
-            f"{path} is not COCO's JSON ({what}): expected images with id and file_name, annotations with "
-            "image_id, category_id and bbox, and categories with id and name"
-        ) from None
+        form = "images with id and file_name, annotations with image_id, category_id and bbox, and categories with id"
+        raise UsageError(f"{path} is not COCO's JSON ({what}): expected {form} and name") from None
 
 
 def _names_of_classes(kind: Any) -> dict[Any, str] | None:
@@ -225,10 +221,8 @@ def _objects_in(cell: Any, names: dict[Any, str] | None, image: str) -> list[Obj
             objects.append((label, [*map(float, box)], CROWDS[row.get("iscrowd")]))
         return objects
     except Exception:  # any error: the cell may hold anything
-        raise UsageError(
-            f"{image}: an object is {printable(str(row)[:90])}: expected a bbox of left, top, width and height in "
-            "pixels, a known category, and perhaps an iscrowd of 0 or 1"
-        ) from None
+        form = "a bbox of left, top, width and height in pixels, a known category, and perhaps an iscrowd of 0 or 1"
+        raise UsageError(f"{image}: an object is {printable(str(row)[:90])}: expected {form}") from None
 
 
 def _differ(size: Sequence[float], other: Sequence[float]) -> bool:

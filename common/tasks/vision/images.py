@@ -143,20 +143,17 @@ def _load_in_memory(data: str, max_samples: int | None) -> tuple[ImageDataset, I
     local_world_size = Environment.read().local_world_size  # each process holds all images
     size = numpy.asarray(parts[0].samples[0]).size * num_images * local_world_size
     if size > psutil.virtual_memory().available // 2:
-        raise UsageError(
-            f"--data {data}: its {num_images:,} images would fill the memory ({size / 1e9:.2g} GB in all processes): "
-            "use --max_samples with a smaller number"
-        )
+        what = f"its {num_images:,} images would fill the memory ({size / 1e9:.2g} GB in all processes)"
+        raise UsageError(f"--data {data}: {what}: use --max_samples with a smaller number")
     images = [[numpy.asarray(image) for image in part.samples] for part in parts]
     shape = 3 if any(image.ndim == 3 for part in images for image in part) else 1, *images[0][0].shape[:2]
     sets = []
     for part, pixels in zip(parts, images):
         for row, image in enumerate(pixels):
             if image.shape[:2] != shape[1:]:
-                raise UsageError(
-                    f"{parts[0].samples.name(0)} has {shape[1]} x {shape[2]} pixels, {part.samples.name(row)} "
-                    f"{image.shape[0]} x {image.shape[1]}: expected one size; resize them first"
-                )
+                what = f"{part.samples.name(row)} {image.shape[0]} x {image.shape[1]}: expected one size"
+                first = f"{parts[0].samples.name(0)} has {shape[1]} x {shape[2]} pixels"
+                raise UsageError(f"{first}, {what}; resize them first")
         whole = numpy.stack([numpy.broadcast_to(numpy.atleast_3d(image), (*shape[1:], shape[0])) for image in pixels])
         tensor = torch.from_numpy(whole).permute(0, 3, 1, 2).contiguous()
         sets.append(ImageDataset(tensor, torch.tensor(part.labels), len(classes), classes))

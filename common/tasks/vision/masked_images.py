@@ -119,10 +119,8 @@ def load_masked_images(
         say(f"--data {data}: the evaluation has classes that no training mask has: {shorten(unseen)}")
     classes = {number: name for number, name in sorted(classes.items()) if number != ignored}
     if not 1 < len(classes) < MOST:
-        raise UsageError(
-            f"--data {data}: the masks have {len(classes):,} classes besides --ignored_class {ignored}: expected two "
-            "or more (--ignored_class -1 ignores none)"
-        )
+        what = f"the masks have {len(classes):,} classes besides --ignored_class {ignored}"
+        raise UsageError(f"--data {data}: {what}: expected two or more (--ignored_class -1 ignores none)")
     if twice := [name for name, number in Counter(classes.values()).items() if number > 1]:
         raise UsageError(f"--class_names {class_names} has several classes called {twice[0]}: give each its own name")
     images = [ImageFiles(data, files) for files, _ in parts]
