@@ -71,10 +71,8 @@ class Recorder:
             self.output_dir.card = read_card(self.output_dir.path)
         warmup, num_steps = self.plan.config.warmup_steps, self.plan.num_steps
         if warmup > num_steps and self.plan.schedule is None:
-            self.accelerator.print(
-                f"--warmup_steps {warmup} are more than the {num_steps} steps of this run: the learning rate stays "
-                "below its peak"
-            )
+            what = f"--warmup_steps {warmup} are more than the {num_steps} steps of this run"
+            self.accelerator.print(f"{what}: the learning rate stays below its peak")
         hidden = not (self.accelerator.is_main_process and sys.stderr.isatty())  # the bar, which then does nothing
         self._bar = tqdm(total=self.plan.num_steps, initial=self.state.step, unit="step", disable=hidden)
         return self

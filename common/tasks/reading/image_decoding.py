@@ -78,10 +78,9 @@ class Opener:
         values, tags = numpy.asarray(image), getattr(image, "tag_v2", {})
         white = {"I": 65535, "F": 1}.get(image.mode) or 2 ** tags.get(BITS, (16,))[0] - 1
         if not (values.min() >= 0 and values.max() <= white):  # also NaN
-            raise UsageError(
-                f"{name} has numbers from {values.min():g} to {values.max():g} for its brightness, and no standard "
-                f"defines which is white: convert it to 8 or 16 bits (of numbers with 32 bits, 0 to {white} are read)"
-            )
+            what = f"numbers from {values.min():g} to {values.max():g} for its brightness"
+            advice = f"convert it to 8 or 16 bits (of numbers with 32 bits, 0 to {white} are read)"
+            raise UsageError(f"{name} has {what}, and no standard defines which is white: {advice}")
         says_white = image.mode.startswith("I;16") or raw == "I;16B" or (image.mode, image.format) == ("I", "PPM")
         if not says_white:
             self._say(LEVELS, f"{name} has numbers of 32 bits: 0 counts as black and {white} as white")

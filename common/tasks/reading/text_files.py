@@ -95,7 +95,7 @@ def open_text(place: Place, newline: str | None, says_encoding: bool = True) -> 
         encoding = next((name for mark, name in MARKS.items() if start.startswith(mark)), "utf-8-sig")
         if encoding != "utf-8-sig" and says_encoding:
             say(f"{place} is read as {encoding.upper()}, as its first bytes say")
-        if encoding == "utf-8-sig" and b"\0" in start.partition(b"\n")[0]:
+        if encoding == "utf-8-sig" and start[:1].isascii() and b"\0" in start.partition(b"\n")[0]:
             advice = "it is not UTF-8 text; convert it with iconv -f UTF-16 -t UTF-8"
             raise UsageError(f"{place} holds zero bytes: {advice}")
         with io.TextIOWrapper(file, encoding=encoding, newline=newline) as text:
