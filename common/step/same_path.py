@@ -39,6 +39,9 @@ class SamePath:
                 what = f"calls {name.removeprefix('module.') or 'the model'}"
                 module.register_forward_pre_hook(partial(self._before, what), prepend=True)
 
+    def __deepcopy__(self, memo: Any) -> "SamePath":
+        return self  # of a model that the recipe copies
+
     def follow(self, values_of: NumberedStep) -> NumberedStep:
         """Wraps `forward_step`."""
 
