@@ -86,6 +86,11 @@ class Environment:
         """Whether accelerate launch or torchrun started this process."""
         return self.local_rank is not None or "ACCELERATE_MIXED_PRECISION" in self.settings
 
+    @property
+    def gathers_again(self) -> bool:
+        """Whether a layer's weights are freed between the forward and the backward pass."""
+        return self.settings.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() != "false"
+
     def uses(self, what: str) -> bool:
         """Whether the config file asks for "cpu", "deepspeed", "fsdp" or "parallelism_config"."""
         return self.is_true(f"accelerate_use_{what}")

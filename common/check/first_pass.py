@@ -202,7 +202,7 @@ def outcome_of(model: nn.Module, values_of: NumberedStep, step: int, trains: boo
 
 
 def _is_sorted(batch: Batch, half: slice, alone: Batch) -> bool:
-    """Whether this half of a batch has other samples than the batch of them `alone`, but for padding."""
+    """Whether this half of a batch does not have the samples of the batch `alone`, but for padding."""
     pairs = [(value[half], alone.get(name)) for name, value in batch.items() if isinstance(value, Tensor)]
     return any(isinstance(own, Tensor) and own.shape == part.shape and not part.equal(own) for part, own in pairs)
 

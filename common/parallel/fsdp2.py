@@ -21,7 +21,7 @@ from ..layout import Layout
 from ..plan import Plan
 from ..step.engine import Engine
 from ..step.setup import Setup, compile_if_asked, float32_outputs, say_what_is_cast
-from ..weights.shards import gathers_again, is_divided
+from ..weights.shards import is_divided
 from . import sharding
 from .grid import Grid, Part
 from .strategy import Division, Strategy
@@ -111,7 +111,7 @@ class Fsdp2(Strategy):
             "mesh": grid.shards,
             "mp_policy": mixed_precision_policy(layout.precision),
             "offload_policy": CPUOffloadPolicy() if sharding.offloads(layout) else OffloadPolicy(),
-            "reshard_after_forward": None if gathers_again(layout) else False,
+            "reshard_after_forward": None if layout.environment.gathers_again else False,
             "ignored_params": others,
         }
         layers = sharding.sharded_layers(model, layout)

@@ -20,7 +20,7 @@ from ..step.batch_loss import Values
 from ..step.engine import Engine, StepResult
 from ..step.guards import not_used
 from ..step.setup import Setup, compile_if_asked
-from ..weights.shards import checkpoint_tensors, gathers_again, local, norm_over_processes, whole
+from ..weights.shards import checkpoint_tensors, local, norm_over_processes, whole
 from .absent import FALLBACK, Absent, refuse_absent
 from .chain import cut_of
 from .grid import Part
@@ -51,7 +51,7 @@ def check_stages(layout: Layout, config: RunConfig) -> None:
 def check_schedule(layout: Layout, config: RunConfig) -> None:
     """Refuses a schedule without stages, or one that does not work with another setting."""
     name = config.pipeline_schedule
-    if SCHEDULES[name].is_zero_bubble and layout.dp_shard > 1 and gathers_again(layout):
+    if SCHEDULES[name].is_zero_bubble and layout.dp_shard > 1 and layout.environment.gathers_again:
         # Torch looks for the gradients of the weights that it finds in the module; the graph then has different ones.
         what = (
             f"--pipeline_schedule {name} loses gradients where FSDP2 frees a layer's weights before the backward pass"
@@ -141,7 +141,7 @@ class PipelineEngine(Engine):
         self._replicas = [mesh.get_group(axis) for axis in axes]
         # A schedule that sees FSDP2 gathers a stage once for all micro-batches, and holds its whole gradients. If it is
         # hidden in another module, FSDP2 gathers a layer at a time, and sums the gradients of each micro-batch.
-        hides = is_sharded and gathers_again(layout)
+        hides = is_sharded and layout.environment.gathers_again
         roots = {index: nn.Sequential(stage) if hides else stage for index, stage in self.stages.items()}
         self._take_passes = make_steps(schedule, layout.pp, roots, self.device, self.group)
         self._unchecked_step = as_numbered_step(setup.forward_step)

@@ -13,7 +13,7 @@ from torch import distributed as dist
 from ..data.sets import Batch, NumberedStep
 from ..errors import UsageError
 from ..plan import Plan
-from ..weights.shards import gathers_again, is_gathered
+from ..weights.shards import is_gathered
 
 MOST_CALLS = 8  # of a layer in a pass that are told apart; a generated text has hundreds
 
@@ -30,7 +30,7 @@ class SamePath:
 
     def __init__(self, model: nn.Module, plan: Plan):
         self._store = dist.PrefixStore(f"path/{next(self._runs)}", dist.distributed_c10d._get_default_store())
-        self._plan, self._again = plan, gathers_again(plan.layout)
+        self._plan, self._again = plan, plan.layout.environment.gathers_again
         self._next = defaultdict[tuple[bool, str, int], set[str]](set)  # what has followed a call of a layer
         self._pass, self._calls, self._last, self._is_in_pass = 0, Counter[str](), "", False
         self._number, self._met = 0, ""  # of the last meeting, and the key of what this process did there

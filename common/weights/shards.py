@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from ..errors import UsageError
-from ..layout import Layout
 from ..norms import norm_of
 
 if TYPE_CHECKING:  # the import takes 0.7 s
@@ -34,11 +33,6 @@ class TensorReader(Protocol):
 def is_gathered(module: nn.Module) -> bool:
     """Whether each call gathers a module's weights: of layers under FSDP2, of each module with weights under ZeRO-3."""
     return hasattr(module, "reshard") or any(hasattr(weight, "ds_id") for weight in module.parameters(recurse=False))
-
-
-def gathers_again(layout: Layout) -> bool:
-    """Whether a layer's weights are freed between the forward and the backward pass, as the config file says."""
-    return layout.environment.settings.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() != "false"
 
 
 @dataclass(frozen=True)
