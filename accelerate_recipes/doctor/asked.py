@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 
 class Answer(TypedDict):
-    """The refusals of a run."""
-
     refusals: list[UsageError]  # from the loop
     of_the_launcher: list[str]  # the lines with which `accelerate launch` refuses
     # the recipe's num_workers and micro_batch_size, and its sample_bytes: the size of the tensors of a sample

@@ -19,8 +19,6 @@ PREFIXES = {"fsdp_config": "fsdp_", "fp8_config": "fp8_", "dynamo_config": "dyna
 
 @dataclass(frozen=True)
 class Config:
-    """A config file on a machine."""
-
     path: Path  # of the file
     values: dict[str, Any]  # its content
     machine: Machine  # to run it on

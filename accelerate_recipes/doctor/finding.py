@@ -42,5 +42,4 @@ def as_yaml(value: Any) -> str:
 
 
 def findings(rules: Iterable[Rule], *facts: Any) -> list[Finding]:
-    """All findings of the rules, in the order of the rules."""
     return [finding for rule in rules for finding in rule(*facts)]

@@ -25,8 +25,6 @@ SECTIONS = ("fsdp", "parallelism", "deepspeed", "fp8", "dynamo")  # a key with t
 
 @dataclass(frozen=True)
 class Case:
-    """A case to plan for."""
-
     config: Path  # a config file
     num_processes: int | None = None  # instead of the file's; None keeps it
     num_machines: int | None = None  # instead of the file's; None keeps it
@@ -219,7 +217,6 @@ def _fsdp2_cases(case: Case, run: RunFacts) -> list[tuple[str, Case]]:
 def _first_that_fit(
     kinds: Sequence[Sequence[tuple[str, Case]]], script: Path, flags: Sequence[str], gpu: Gpu
 ) -> Fitting:
-    """The first of each kind that fits."""
     tries = [(text, replace(case, kind=number)) for number, kind in enumerate(kinds) for text, case in kind]
     found = dict(zip((text for text, _ in tries), plans(script, flags, [case for _, case in tries], gpu)))
     fitting = {text: plan for text, plan in found.items() if isinstance(plan, Estimate) and plan.fits}

@@ -26,8 +26,6 @@ Event = float | Collective  # seconds of computation, or a collective
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The arithmetic of a run."""
-
     layout: str  # its title
     num_processes: int  # on all machines
     num_machines: int
@@ -95,15 +93,12 @@ Facts = tuple[RunFacts, StepFacts]  # what a dry run finds
 
 @dataclass(frozen=True)
 class NoPlan:
-    """A config without a plan."""
-
     refused: list[str] | None = None  # the lines with which the run would end
     failed: str | None = None  # why there was no dry run
     config: str = ""  # as in Estimate
     settings: dict[str, int] | None = None  # as in Estimate
 
     def as_json(self) -> dict[str, Any]:
-        """The known facts."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -132,8 +127,6 @@ class Sent:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The estimate of a run."""
-
     run: RunFacts
     step: StepFacts  # in a pipeline of the stage that holds most, with the events of the slowest
     speed: Speed

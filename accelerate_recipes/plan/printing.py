@@ -9,7 +9,6 @@ from accelerate_recipes.plan.hardware import Gpu
 
 
 def why_not(answer: NoPlan) -> str:
-    """Why there is no plan."""
     if answer.refused:
         return f"the run would be refused: {answer.refused[0]}"
     return f"no dry run of this recipe under {answer.config}: {answer.failed}"

@@ -35,8 +35,6 @@ from accelerate_recipes.plan.tracker import Tracker
 
 @dataclass
 class DryRun:
-    """Some steps of a run."""
-
     setup: Setup  # of the run
     gpu: Gpu  # for the time of operations
     last: bool  # whether this is the last process, and not the first
@@ -138,7 +136,6 @@ def _fake(mode: FakeTensorMode, batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def _num_bytes(tensors: list[Tensor]) -> int:
-    """Bytes of the storages of these tensors."""
     return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}.values())
 
 

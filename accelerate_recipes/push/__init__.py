@@ -107,7 +107,6 @@ def _send(output_dir: Path, card: dict[str, Any], name: str) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """Why an upload failed, in one line."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     text = getattr(error, "server_message", None) or str(error).split("\n\n")[0]
     return f"{status or type(error).__name__}: {' '.join(text.split())}"

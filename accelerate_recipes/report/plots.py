@@ -46,7 +46,6 @@ def wants_log(metric: str, values: Sequence[float]) -> bool:
 
 
 def title(runs: Sequence[Run], metric: str) -> str:
-    """The title of a plot."""
     return f"{metric} (logarithmic axis)" if wants_log(metric, _values(runs, metric)) else metric
 
 

@@ -35,8 +35,6 @@ class Event:
 
 @dataclass(frozen=True)
 class Run:
-    """A run, from its output folder."""
-
     name: str  # unique among the runs of a report
     folder: Path  # the output folder, as the user typed it
     card: dict[str, Any]  # the run card; empty if there is none

@@ -54,7 +54,6 @@ def settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 
 def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """The settings that differ between the runs."""
     return [(name, values) for name, values in settings(runs) if len(set(values)) > 1]
 
 

@@ -23,8 +23,6 @@ _PACKAGES = ("torch", "accelerate", "transformers", "tokenizers", "datasets", "d
 
 @dataclass(frozen=True)
 class Row:
-    """One run."""
-
     name: str  # the config, and what was done to the run
     processes: int | None  # their number; None if the run did not start
     difference: Difference | None = None  # from the reference
@@ -61,7 +59,6 @@ class Row:
 
     @property
     def cells(self) -> list[str]:
-        """The row of the table."""
         numbers = ["–"] * 5
         if (found := self.difference) is not None:
             numbers = [_number(value) for value in (found.loss, found.gradient, found.weights, found.evaluation)]
@@ -88,7 +85,6 @@ class Certificate:
         self._print(list(COLUMNS))
 
     def add(self, row: Row) -> None:
-        """Adds a row and prints it."""
         self.rows.append(row)
         self._print(row.cells)
 

@@ -84,7 +84,6 @@ class Compared:
 
     @property
     def is_same(self) -> bool:
-        """Whether the two count as the same."""
         return self.size <= self.limit
 
 

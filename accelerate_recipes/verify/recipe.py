@@ -33,8 +33,6 @@ def verify_recipe(
 
 @dataclass
 class _Verification:
-    """The runs of one script."""
-
     script: Path
     flags: list[str]
     steps: int

@@ -44,8 +44,6 @@ def chosen_configs(names: list[str] | None) -> list[Path]:
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that has ended."""
-
     folder: Path  # its output folder
     refusal: str | None = None  # the line with which the recipe refused to run; None if it did not refuse
     failure: str | None = None  # the last lines of its output if it failed in another way; None if it is done
@@ -90,7 +88,6 @@ class Launch:
     options: list[str] = field(default_factory=list)  # of accelerate launch
 
     def command(self, folder: Path, flags: tuple[str, ...]) -> list[str]:
-        """The words of the command."""
         words = [*self.options, str(self.script), *self.flags, *flags, "--output_dir", str(folder)]
         return [*LAUNCH, "--config_file", str(self.config), *words]
 

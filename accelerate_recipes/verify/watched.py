@@ -279,7 +279,6 @@ def _bound(wrapper: Callable[..., Any], original: Callable[..., Any]) -> Callabl
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors of a batch, or of what was gathered."""
     if isinstance(value, torch.Tensor):
         return [value]
     values = value.values() if hasattr(value, "keys") else value if isinstance(value, tuple | list) else []
@@ -309,7 +308,6 @@ def _drawn_by(loader: Any, ids: list[int]) -> str | None:
 
 
 def _equal(value: Any, other: Any) -> bool:
-    """Whether two batches hold the same values."""
     tensors, others = _tensors(value), _tensors(other)
     if not tensors:
         return bool(value == other)

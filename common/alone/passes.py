@@ -119,7 +119,6 @@ class OperationTrace(TorchDispatchMode):
         self.origins, self.used = WeakTensorKeyDictionary(), set[Any]()
 
     def of(self, values: Iterable[Any]) -> frozenset[Any]:
-        """The origins of these values."""
         return frozenset().union(*(self.origins.get(each, ()) for each in values if isinstance(each, Tensor)))
 
     def mark(self, values: Any, origins: frozenset[Any]) -> None:

@@ -44,8 +44,6 @@ class Step:
 
 @dataclass
 class Observer:
-    """Records what an engine does."""
-
     first_pass: FirstPass | None  # filled by the first forward pass of a first step; None: something else has filled it
     layout: Layout | None = None  # of a run that this one repeats on one process; None: the engine's own
     _own: Step | None = None  # what the step has done so far

@@ -40,7 +40,6 @@ class Checkpoint:
 
     @property
     def state(self) -> TrainState:
-        """The saved state of the run."""
         return TrainState() if self.reader is None else TrainState(**self.reader.content["state"])
 
     def load_weights(self, model: nn.Module) -> None:

@@ -39,7 +39,6 @@ class Absent(Tensor):
 
     @classmethod
     def weight(cls, weight: Tensor, name: str, device: torch.device, dtype: torch.dtype | None = None) -> "Absent":
-        """The placeholder of a weight."""
         self: Any = cls(torch.empty((), dtype=dtype or weight.dtype, device=device).expand(weight.shape), name)
         self._is_param = True  # for `isinstance(weight, nn.Parameter)`
         self.is_trained = weight.requires_grad
@@ -101,7 +100,6 @@ class Absent(Tensor):
         return self
 
     def refusal(self, what: str) -> UsageError:
-        """The error for a pass that does this."""
         return UsageError(
             f"forward_step, the model or a hook {what}: another stage of the pipeline has that", f"use {FALLBACK}"
         )

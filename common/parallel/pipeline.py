@@ -282,7 +282,6 @@ class PipelineEngine(Engine):
         return hidden.shape, hidden.dtype
 
     def _holders_of(self, name: str) -> list[int]:
-        """The processes of the pipeline that hold a saved tensor."""
         return sorted({self._process_of[stage] for stage in self._cut.stages_of[name]})
 
     @cached_property

@@ -44,7 +44,6 @@ def sharded_layers(model: nn.Module, layout: Layout) -> list[nn.Module]:
 
 
 def classes_in_the_file(layout: Layout) -> list[str]:
-    """The classes of layers that the config file names."""
     named = layout.environment.settings.get("FSDP_TRANSFORMER_CLS_TO_WRAP")
     return named.split(",") if named else []
 

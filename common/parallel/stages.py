@@ -25,8 +25,6 @@ Run = Callable[[nn.Module], Any]  # a pass of forward_step, with a model
 
 @dataclass(frozen=True)
 class Cut:
-    """A chain of layers, cut into stages."""
-
     chain: Mapping[str, int]  # {layer: how many values it returns as a tuple}, from `find_chain`
     bounds: Sequence[int]  # stage s holds layers bounds[s] to bounds[s + 1] - 1
     stages_of: Mapping[str, frozenset[int]]  # {parameter or buffer: the stages that hold it}, under all names

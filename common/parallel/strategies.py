@@ -59,7 +59,6 @@ def layout_of(environment: Environment, config: RunConfig) -> Layout:
 
 
 def strategies_of(layout: Layout) -> list[Strategy]:
-    """The strategies that a layout combines."""
     return [strategy for strategy in STRATEGIES if strategy.name in layout.strategies]
 
 

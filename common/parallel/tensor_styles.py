@@ -55,7 +55,6 @@ class TensorGroup:
 
     @staticmethod
     def keep(value: Tensor) -> Tensor:
-        """The same value."""
         return value
 
     def copy(self, value: Tensor) -> Tensor:
@@ -72,7 +71,6 @@ class TensorGroup:
         return self._last[2]
 
     def sum(self, part: Tensor) -> Tensor:
-        """The sum of all parts."""
         self._last = None  # frees its memory
         return Mirrored.apply(part, self._sum, self.keep)
 

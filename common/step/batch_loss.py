@@ -48,8 +48,6 @@ class Share:
 
 @dataclass
 class BatchLoss:
-    """The `batch_loss` of `fit`."""
-
     function: BatchLossFn  # the user's
     plan: Plan  # of the run
     device: torch.device  # of the values

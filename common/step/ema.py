@@ -23,7 +23,6 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Updates the averages with the current weights, after an optimizer step."""
         self.num_updates += 1
         decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
         averages, weights = ([local(tensor) for tensor in part] for part in (self.averages.values(), self.averages))

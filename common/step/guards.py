@@ -144,7 +144,6 @@ def leaves_of(graph: set[Any]) -> set[Tensor]:
 
 
 def graph_of(values: Iterable[Tensor]) -> set[Any]:
-    """The nodes of the graph of these values."""
     seen, waiting = set[Any](), [value.grad_fn for value in values]
     while waiting:
         if (node := waiting.pop()) is not None and node not in seen:

@@ -47,7 +47,6 @@ class Trained:
             self.note(weight)
 
     def note(self, weight: Tensor) -> None:
-        """Records the gradient of a weight."""
         if weight.grad is not None and not self._is_over:
             found = _largest(local(weight.grad))
             self._largest[weight] = torch.maximum(self._largest.get(weight, found), found)

@@ -90,7 +90,6 @@ def _check_values(values: Any, size: int) -> None:
 
 
 def _advice(name: str, value: Tensor, size: int) -> str:
-    """The advice for a value of a wrong shape."""
     if value.shape == (size, 1):
         return ".squeeze(-1)"
     advice = "a reduction that keeps the batch dimension"

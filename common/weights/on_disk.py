@@ -37,7 +37,6 @@ class WeightFiles(Mapping[str, Tensor]):
         return len(self._file_of)
 
     def tensor(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
-        """Reads a tensor, or its range of `sizes` from `offsets`, onto the CPU."""
         if not offsets or sizes is None:
             return self[name]
         return self._file_of[name].get_slice(name)[tuple(slice(at, at + size) for at, size in zip(offsets, sizes))]

@@ -50,7 +50,6 @@ class Shard:
 
     @classmethod
     def whole(cls, name: str, tensor: Tensor, writers: Sequence[int]) -> "Shard":
-        """A shard that is the whole tensor."""
         return cls.gathered(name, tuple(tensor.shape), lambda: tensor, writers)
 
     @classmethod
