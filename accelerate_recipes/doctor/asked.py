@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 class Answer(TypedDict):
     refusals: list[UsageError]  # from the loop
     of_the_launcher: list[str]  # the lines with which `accelerate launch` refuses
-    # the recipe's num_workers and micro_batch_size, and its sample_bytes: the size of the tensors of a sample
-    facts: dict[str, int]
+    facts: dict[str, int]  # the recipe's num_workers, micro_batch_size and sample_bytes, of the tensors of a sample
 
 
 def ask(config: Config, script: Path | None, flags: Sequence[str]) -> Answer:

@@ -59,10 +59,9 @@ def plan(
         count(changes, key)
     # Without --config: our configs for one machine. The others differ only in the number of machines.
     of_one_machine = [path for path in bundle.configs() if not path.stem.startswith("multi_node")]
-    paths = [find_config(name) for name in config or ()] or of_one_machine
     cases = [
         Case(path, num_processes, num_machines, changes, max(known.stages, 2 if path.stem in PIPELINES else 1))
-        for path in paths
+        for path in [find_config(name) for name in config or ()] or of_one_machine
     ]
     found = plans(script, flags, cases, rates)
     one = found[0] if len(found) == 1 else None

@@ -42,8 +42,7 @@ class RunFacts:
     num_samples: int  # of the training set
     save_every: int  # steps; 0: no checkpoints
     keep_checkpoints: int
-    # {step, from 0: rate}, for steps that show the schedule; JSON keys are strings
-    learning_rates: dict[str, float]
+    learning_rates: dict[str, float]  # {step, from 0: rate}, for steps that show the schedule; JSON keys are strings
     tf32: bool  # whether float32 products use TF32
     flops_per_sample: float | None  # as the recipe passes it to `fit`
     tokens_per_sample: float | None  # as the recipe passes it to `fit`

@@ -29,10 +29,8 @@ def last(curve: Curve) -> tuple[int, float] | None:
 
 
 def best(metric: str, curve: Curve) -> tuple[int, float] | None:
-    """(step, value) of the best value of a loss or an evaluation metric, the first of equal ones.
-
-    The lowest is best if the name contains loss, perplexity or error, the highest for other names.
-    """
+    """(step, value) of the best value of a loss or an evaluation metric, the first of equal ones: the lowest if the
+    name contains loss, perplexity or error, the highest for other names."""
     finite = [(step, value) for step, value in curve if value is not None]
     if not finite or not metric.startswith(("train/", "eval/")):
         return None

@@ -50,8 +50,7 @@ def record(script: Path, flags: list[str], steps: int, file: Path, accelerate: b
 def run(script: Path, certificate: Path, as_json: bool) -> int:
     """Runs a script in one process with the flags of a record, or of certificate.json of an earlier `verify`. Prints
     each step next to the recorded one. Raises UsageError if the record is missing or has no losses, or if the script
-    does not run. Returns the exit code: 0 if all values agree to 1e-5, or to ten times what rounding changes, else 1.
-    """
+    does not run. Returns the exit code: 0 if all values agree to 1e-5, or ten times what rounding changes, else 1."""
     content, then = _read(certificate)
     flags = then.facts["flags"]
     with TemporaryDirectory(prefix="verify_") as scratch:

@@ -134,11 +134,10 @@ def _markdown(content: dict[str, Any], rows: list[Row]) -> str:
     words += [word for config in content["configs"] or () for word in ("--config", config)]
     command = shlex.join(words)
     command += f" -- {shlex.join(content['flags'])}" if content["flags"] else ""
-    title = "Not one result" if not content["is_same"] else "One result" if content["gap"] is None else "The same"
     of_several = [row for row in rows if row.difference is not None and (row.processes or 0) > 1]
     return render(
         "certificate.md",
-        title=title,
+        title="Not one result" if not content["is_same"] else "One result" if content["gap"] is None else "The same",
         name=Path(content["script"]).name,
         command=command,
         content=content,

@@ -141,12 +141,9 @@ def compare(
 def compared(
     trace: Trace, reference: Trace, floor: Floor | None = None, tolerances: Mapping[str, float] | None = None
 ) -> list[Compared]:
-    """The values of two runs next to each other, step by step, and then the weights.
-
-    Args:
-        floor: how far rounding errors move the reference. It counts if the run starts like the reference: random
-            numbers, statistics over a batch and wrong sums show in the first step.
-        tolerances: as in `common/check/tolerances.py`; None: as for the run's precision.
+    """The values of two runs next to each other, step by step, and then the weights. `floor`: how far rounding errors
+    move the reference; it counts if the run starts like the reference: random numbers, statistics over a batch and
+    wrong sums show in the first step. `tolerances`: as in `common/check/tolerances.py`; None: for the run's precision.
     """
     if tolerances is None:
         tolerances = BF16 if trace.facts.get("precision") == "bf16" else FLOAT32

@@ -25,7 +25,7 @@ def verify_recipe(
     check_file(script, "", "use the path of a recipe")
     chosen, certificate = chosen_configs(configs), Certificate(folder, script, flags, steps, as_json, configs)
     with TemporaryDirectory(prefix="verify_") as scratch:
-        verification = _Verification(script, flags, steps, Path(scratch), certificate)
+        verification = _Verification(flags, Path(scratch), certificate)
         verification.verify_all(chosen)
         kept = {"flags": verification.all_flags(), **verification.reference.trace.to_record()}  # for `--against`
         return certificate.write(verification.cause(), verification.gap, kept)
@@ -33,9 +33,7 @@ def verify_recipe(
 
 @dataclass
 class _Verification:
-    script: Path
     flags: list[str]
-    steps: int
     scratch: Path
     certificate: Certificate
     first_difference: Difference | None = None  # the first run that is not the same
@@ -48,10 +46,12 @@ class _Verification:
         """Makes all runs, and adds a row to the table for each. "single" is the reference."""
         configs = [*{path.stem: path for path in configs if path.stem != "single"}.values()]
         self.certificate.begin([path.stem for path in configs])
-        single = Launch(self.script, find_config("single"), self.all_flags())
+        single = Launch(self.certificate.script, find_config("single"), self.all_flags())
         self.reference = reference = single.run(self.scratch / "single")
         if not reference.is_done:
-            raise UsageError(f"{self.script} does not run in one process: {reference.refusal or reference.failure}")
+            raise UsageError(
+                f"{self.certificate.script} does not run in one process: {reference.refusal or reference.failure}"
+            )
         self.certificate.add(Row("single", reference.card["num_processes"], note="the reference"))
         if draws := reference.card.get("draws"):
             single = self._with_one_micro_batch_size(single, configs)
@@ -61,7 +61,7 @@ class _Verification:
         in_bf16 = replace(single, options=["--mixed_precision", "bf16"])
         divided = None
         for config in configs:
-            launch, settings = Launch(self.script, config, self.all_flags(config)), mapping_in(config)
+            launch, settings = Launch(self.certificate.script, config, self.all_flags(config)), mapping_in(config)
             if (here := runs_here(settings, count_gpus())).startswith("needs"):
                 self.certificate.add(Row(config.stem, settings["num_processes"], note=f"not run: {here}"))
                 continue
@@ -108,13 +108,17 @@ class _Verification:
 
     def all_flags(self, config: Path | None = None) -> list[str]:
         """The flags of a run under a config; None: of one process."""
-        return [*self.flags, *recording(self.steps), *(SIZES.get(config.stem, []) if config is not None else [])]
+        return [
+            *self.flags,
+            *recording(self.certificate.steps),
+            *(SIZES.get(config.stem, []) if config is not None else []),
+        ]
 
     def _kill(self, launch: Launch) -> None:
         """Kills a run under this config and resumes it; the reference is the run that was not killed."""
         undisturbed = Finished(self.scratch / launch.config.stem)
         try:
-            step, resumed = launch.run_killed(self.scratch / "killed", self.steps)
+            step, resumed = launch.run_killed(self.scratch / "killed", self.certificate.steps)
         except UsageError as error:  # the earlier rows must not be lost
             self.certificate.add(Row(f"{launch.config.stem}, killed", None, note=f"not killed: {error}"))
             return

@@ -263,11 +263,10 @@ class Watcher:
     def _given(self, batch: Any, ids: Any) -> None:
         self.slicing.close()
         ids = [ids] if isinstance(ids, int) else ids
-        plain = isinstance(ids, list) and all(isinstance(number, int) for number in ids)
         width = max((tensor.shape[1] for tensor in _tensors(batch) if tensor.ndim > 1), default=None)
         labels = (value for value in _tensors(batch) if not value.is_floating_point() and bool((value == -100).any()))
         numbers = (int((each != -100).sum()) for each in labels)  # of labels that count: losses ignore -100
-        ids = ids if plain else None
+        ids = ids if isinstance(ids, list) and all(isinstance(number, int) for number in ids) else None
         self.batch = {"epoch": self.num_iterators, "ids": ids, "tokens": next(numbers, None), "width": width}
         self.read.append((self.newest_loader, self.batch))
         self.states = _generator_states()
@@ -315,10 +314,8 @@ def _equal(value: Any, other: Any) -> bool:
 
 
 class _Slicing(TorchFunctionMode):
-    """Calls `then` with each tensor that the script indexes in a `with` block, the key and the result.
-
-    If `Tensor.__getitem__` were replaced, `torch.tensor` would mistake 0-d tensors for sequences, and fail.
-    """
+    """Calls `then` with each tensor that the script indexes in a `with` block, the key and the result. If
+    `Tensor.__getitem__` were replaced, `torch.tensor` would mistake 0-d tensors for sequences, and fail."""
 
     def __init__(self, then: Callable[..., None]):
         super().__init__()

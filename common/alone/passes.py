@@ -107,12 +107,9 @@ def passes_alone(setup: Setup) -> Iterator[Forward]:
 
 
 class OperationTrace(TorchDispatchMode):
-    """Traces what operations compute from some tensors, such as weights.
-
-    Attributes:
-        origins: {tensor: what it was computed from}; a caller adds the tensors to trace, and may remove others.
-        used: the origins of everything that operations got; a caller may clear it.
-    """
+    """Traces what operations compute from some tensors, such as weights. `origins`: {tensor: what it was computed
+    from}; a caller adds the tensors to trace, and may remove others. `used`: the origins of everything that operations
+    got; a caller may clear it."""
 
     def __init__(self) -> None:
         super().__init__()

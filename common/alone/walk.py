@@ -84,18 +84,12 @@ def _join(name: str, key: Any) -> str:
 
 
 class Walk:
-    """Finds what objects refer to.
-
-    Attributes:
-        entries: of objects that may change.
-        tensors: with their names.
-        iterators: with their names, and whether they have advanced.
-    """
+    """Finds what objects refer to."""
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
-        self.tensors: list[tuple[str, Tensor]] = []
-        self.iterators: list[tuple[str, Callable[[], bool]]] = []
+        self.entries: list[Entry] = []  # of objects that may change
+        self.tensors: list[tuple[str, Tensor]] = []  # with their names
+        self.iterators: list[tuple[str, Callable[[], bool]]] = []  # with their names, and whether they have advanced
         self._seen: dict[int, Any] = {}  # keeps the objects, so that no other gets one of these ids
 
     def visit(self, root: Any, besides: Any = None) -> tuple[int, int]:
@@ -268,8 +262,7 @@ def _set_named(space: dict[str, Any], names: set[str], before: dict[str, Any]) -
 
 def _names(code: types.CodeType) -> set[str]:
     """The names that a function and those inside it use."""
-    inner = [each for each in code.co_consts if isinstance(each, types.CodeType)]
-    return set(code.co_names).union(*map(_names, inner))
+    return set(code.co_names).union(*(_names(each) for each in code.co_consts if isinstance(each, types.CodeType)))
 
 
 def _raw(value: Any, key: str) -> Any:

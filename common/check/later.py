@@ -91,8 +91,7 @@ def _size(step: Step, key: Key) -> float:
 class AfterSaves:
     """With `--check_every`, compares the two steps after a save with one process, which resumes from the checkpoint on
     the CPU, in its own folder. The second step shows how the first one moved the weights. `every`: number of steps,
-    from `--check_every`; 0: nothing is compared.
-    """
+    from `--check_every`; 0: nothing is compared."""
 
     def __init__(self, engine: Engine, group: CpuGroup, every: int):
         self._engine, self._plan, self._group, self._every = engine, engine.plan, group, every

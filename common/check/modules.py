@@ -33,8 +33,7 @@ class ModuleTrace:
     process that holds some of the tokens, heads or features are also blocks of the whole tensor.
     """
 
-    # The number of processes that may share a tensor; 0 in processes that do not choose the sizes of blocks.
-    parts: int = 0
+    parts: int = 0  # how many processes may share a tensor; 0 in processes that do not choose the sizes of blocks
     block_sizes: dict[PlaceInRow, tuple[int, ...]] = field(default_factory=dict)  # {key: sizes of a block}
     forward: Sums = field(default_factory=dict)  # of the tensors
     backward: Sums = field(default_factory=dict)  # of their gradients, in the order in which they arrive
@@ -97,9 +96,8 @@ class ModuleTrace:
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """The floating-point tensors in a module's input or output."""
-    for each in tree_leaves(value):
-        if isinstance(each, Tensor) and each.is_floating_point() and each.numel():
-            yield each
+    tensors = (each for each in tree_leaves(value) if isinstance(each, Tensor))
+    return (each for each in tensors if each.is_floating_point() and each.numel())
 
 
 def own_values(tensor: Tensor) -> Tensor | None:

@@ -43,15 +43,10 @@ class ParityCheck:
     gradient, the update of each weight. A difference of more than 1e-5 is compared with the noise floor: how much
     rounding errors in the weights change on one process. A larger difference ends the run before it saves anything.
 
-    Args:
-        setup: of the run; `check_trainable` has accepted it.
-        checkpoint: the start of the run. Its weights are loaded, its optimizer state is not.
-        facts: for the run card. The check adds how many steps are checked, how long that took, and whether the forward
-            pass or a batch draws random numbers.
-
-    Raises:
-        UsageError: the result of `forward_step` cannot be the same under all layouts; or an error occurs with several
-            processes, but not with one.
+    `setup`: of the run; `check_trainable` has accepted it. `checkpoint`: the start of the run; its weights are loaded,
+    its optimizer state is not. `facts`: for the run card: the check adds how many steps are checked, how long that
+    took, and whether the forward pass or a batch draws random numbers. Raises UsageError if the result of
+    `forward_step` cannot be the same under all layouts, or if an error occurs with several processes, but not with one.
     """
 
     def __init__(self, setup: Setup, checkpoint: Checkpoint, group: CpuGroup, facts: dict[str, Any]):
@@ -252,17 +247,16 @@ class ParityCheck:
         gaps, updates = self._weight_gaps(number)
         own.parts, modules, own.modules = fingerprints(self.engine), own.modules, ModuleTrace()
         steps, reference = self.group.all_gather(own), self._reference
-        lines = list[str]()
         if reference is not None and math.isfinite(reference.steps[number].grad_norm):
             for rank, step in enumerate(steps):
                 others = step_gaps(step, reference.steps[number], rank)
                 gaps |= {key: gap for key, gap in others.items() if gap.size > gaps.get(key, Gap(-1.0)).size}
             gaps |= replica_gaps(steps, updates)
             gaps, lines = without_noise(gaps, reference, number)
+            for line in lines:
+                self.accelerator.print(line)
         else:
             gaps = {}
-        for line in lines:
-            self.accelerator.print(line)
         if not self.group.broadcast(bool(gaps)):
             return
         traces = self.group.all_gather(modules.on_cpu())

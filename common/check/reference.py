@@ -69,11 +69,8 @@ class ReferenceRun:
     ) -> dict[int, Step]:
         """Takes the steps with these numbers, after the steps from `first` on; `change` may first change weights; then
         `compares` halves of a micro-batch. Restores model, optimizer and all that the recipe's functions refer to.
-
-        Raises:
-            NotChecked: the steps would take more than a minute, or a signal asks the run to stop.
-            UsageError: `forward_step` advances an iterator.
-        """
+        Raises NotChecked if the steps would take more than a minute, or a signal asks the run to stop; UsageError if
+        `forward_step` advances an iterator."""
         setup, every = self.setup, range(numbers[0] if first is None else first, numbers[-1] + 1)
         config = copy.copy(setup.plan.config)
         config.num_workers, config.ema_decay, config.compile = 0, 0.0, False
@@ -138,10 +135,9 @@ class ReferenceRun:
         unseen = plan.epoch_order(epoch).roll(-end)[:size] if compares.holds else None
         fetch = lambda ids: next(batches(setup.train_set, [(epoch, ids)], device, plan.config))  # noqa: E731
         take = partial(outcome_of, model, as_numbered_step(setup.forward_step), number)
-        tolerance = BF16[""] if self.is_low else LATER
         for few in torch.cat(plan.own_samples(number))[: size if is_large else 8].split(size):
             if not compares.mixes:  # the next ones may show it, such as two samples of one class
-                compares.compare_halves(take, fetch, few, tolerance, unseen, changes.sizes)
+                compares.compare_halves(take, fetch, few, BF16[""] if self.is_low else LATER, unseen, changes.sizes)
 
 
 def _ending_in_time(setup: Setup, num_passes: int) -> Setup:
@@ -156,8 +152,7 @@ def _ending_in_time(setup: Setup, num_passes: int) -> Setup:
             if signals.received_signal() is not None:
                 raise NotChecked("a signal stops the run")
             now = time.monotonic()
-            is_usual = num_done > 1 or now - last > longest / 4
-            if num_done and is_usual:
+            if num_done > 1 or (num_done and now - last > longest / 4):
                 fastest = min(fastest, now - last)
                 if now + fastest * (num_passes - num_done) > started + longest:
                     raise NotChecked(f"the steps of one process would take more than {longest:g} s")

@@ -105,10 +105,8 @@ class Observer:
         if layout.num_processes > 1 and any(strategy.needs_all_weights for strategy in strategies_of(layout)):
             names = ["loss"] if engine.batch_loss is None else list(values if share is None else share.gradients)
             here = [each for each in module.named_parameters() if not isinstance(each[1], Absent)]
-            check_all_used(
-                {name: weight for name, weight in here if weight.requires_grad},
-                [values[name] for name in names],
-            )
+            trained = {name: weight for name, weight in here if weight.requires_grad}
+            check_all_used(trained, [values[name] for name in names])
         return values
 
 

@@ -45,11 +45,10 @@ def verdict(
     lines += [f"  {line}"] if line else []
     where = where or "eval" * all(what == "eval" for what, _ in gaps)
     values = where == "forward" or any(what in ("value", "eval") for what, _ in gaps)
-    at_once = values and number == min(reference.steps)
     only_weights = not values and not where and ("norm", "") not in gaps
     causes = _causes_in_the_recipe(first_pass, reference.changes, getattr(setup.accelerator, "asked", {}), gaps)
     cause = _cause_in_a_sample(steps, reference.steps[number]) or next(causes, None)
-    if cause is None and at_once:
+    if cause is None and values and number == min(reference.steps):
         cause = _cause_of_values(where, first_pass.draws, layout)
     elif cause is None:
         main, optimizer = main_strategy(layout), type(setup.optimizer).__name__

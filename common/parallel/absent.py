@@ -69,8 +69,7 @@ class Absent(Tensor):
         if TAKES_SHAPE.search(function._schema.name):
             return result
         own = {id(each) for each in tree_leaves((args, kwargs))}
-        made = lambda each: each if id(each) in own else cls(each, given[0].origin, each)  # noqa: E731
-        return tree_map_only(Tensor, made, result)
+        return tree_map_only(Tensor, lambda each: each if id(each) in own else cls(each, given[0].origin, each), result)
 
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         return f"{self.origin} (of another stage)"

@@ -76,8 +76,7 @@ def offloads(environment: Environment) -> bool:
 
 def precision_of(environment: Environment) -> str:
     """The precision that DeepSpeed's own file names."""
-    section = section_of_config(environment)
-    parts = {name: section.get(name) for name in ("bf16", "fp16")}
+    parts = {name: section_of_config(environment).get(name) for name in ("bf16", "fp16")}
     on = (name for name, part in parts.items() if isinstance(part, dict) and part.get("enabled") is True)
     return next(on, "float32")
 

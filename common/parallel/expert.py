@@ -93,12 +93,8 @@ def experts_of(model: nn.Module) -> dict[str, Any]:
 
 
 class ExpertGroup:
-    """The processes that share the experts of each layer.
-
-    Args:
-        mesh: of the processes, with "replicas" of the group.
-        tensor: the processes that share each layer and have the same tokens.
-    """
+    """The processes that share the experts of each layer. `mesh`: of them, with "replicas" of the group; `tensor`: the
+    processes that share each layer and have the same tokens."""
 
     def __init__(self, mesh: Any, tensor: TensorGroup | None = None):
         # The first expert of this process is number rank × (experts / size).

@@ -163,8 +163,7 @@ class PipelineEngine(Engine):
         own = [stage for stage, process in self._process_of.items() if process == self.process]
         gathered = torch.bfloat16 if setup.plan.layout.dp_shard > 1 and setup.plan.layout.precision == "bf16" else None
         self._entry = entry_of(model, self._cut.chain, self.device, gathered)
-        layers = [*map(model.get_submodule, self._cut.chain)]
-        models = [model, *(copied(model, layers) for _ in own[1:])]
+        models = [model, *(copied(model, map(model.get_submodule, self._cut.chain)) for _ in own[1:])]
         stages = {index: Stage(part, self._cut, index, self.device) for index, part in zip(own, models)}
         kept = {weight for stage in stages.values() for weight in stage.parameters()}
         for name, weight in whole_model:  # the recipe may hold it

@@ -44,8 +44,7 @@ class Cost:
     """The cost of a schedule, if a forward pass through all layers of a process takes 1, and a backward pass 2."""
 
     idle: float  # share of the time of a step in which the busiest process waits
-    # for each process, how many micro-batches keep their activations at most, each in all of its layers
-    live: list[float]
+    live: list[float]  # of each process, the most micro-batches that keep their activations, each in all its layers
 
     def __str__(self) -> str:
         live = ", ".join(f"{number:g}" for number in self.live)
@@ -122,8 +121,7 @@ def _passing_stage() -> Any:
             self.before(self.stage_index, bwd_chunk_id, False)
             with its_cause():
                 super().backward_one_chunk(bwd_chunk_id, *args, **options)
-            received = *self.args_recv_info.get(bwd_chunk_id, ()), *self.grad_recv_info.get(bwd_chunk_id, ())
-            for each in received:
+            for each in (*self.args_recv_info.get(bwd_chunk_id, ()), *self.grad_recv_info.get(bwd_chunk_id, ())):
                 each.buffer = torch.empty(0)  # torch keeps it until the next step, and 2.11 refuses None
             is_missing = not self.is_first and self.bwd_cache[bwd_chunk_id][0] is None
             if is_missing:  # the loss does not depend on it

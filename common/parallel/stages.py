@@ -28,8 +28,7 @@ class Cut:
     chain: Mapping[str, int]  # {layer: how many values it returns as a tuple}, from `find_chain`
     bounds: Sequence[int]  # stage s holds layers bounds[s] to bounds[s + 1] - 1
     stages_of: Mapping[str, frozenset[int]]  # {parameter or buffer: the stages that hold it}, under all names
-    # Parameters that no layer has and the passes did not use. All stages hold them: a pass with other samples, or an
-    # evaluation, may use them anywhere.
+    # Parameters of no layer that the passes did not use. All stages hold them: other passes may use them anywhere.
     untouched: frozenset[str]
     first_names: Mapping[str, str]  # {parameter: its first name}, under all names
     left: frozenset[str] = frozenset()  # attributes that layers of the chain set in a pass, such as for an extra loss

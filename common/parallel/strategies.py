@@ -45,8 +45,7 @@ def layout_of(environment: Environment, config: RunConfig) -> Layout:
     )
     asked = [strategy for strategy in STRATEGIES if strategy.is_requested(layout)]
     asked += [] if any(strategy.wraps for strategy in asked) else [DDP]
-    precision = environment.mixed_precision
-    precision = precision_of(environment) if precision == "no" else precision
+    precision = environment.mixed_precision if environment.mixed_precision != "no" else precision_of(environment)
     main = next(strategy for strategy in asked if strategy.wraps)
     names = tuple(strategy.name for strategy in asked)
     layout = replace(layout, strategies=names, precision=precision, takes_means=main.takes_means)

@@ -88,8 +88,7 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Pl
         )
     if plan.layout.precision == "fp16" and any(group.get("fused") for group in optimizer.param_groups):
         raise UsageError("fused=True hides the steps that the loss scaling of fp16 skips", "remove it")
-    given = {weight for group in optimizer.param_groups for weight in group["params"]}
-    if outside := given - set(model.parameters()):
+    if outside := {weight for group in optimizer.param_groups for weight in group["params"]} - set(model.parameters()):
         raise UsageError(
             f"the optimizer was given a weight of shape {tuple(outside.pop().shape)} that is not in "
             f"{type(model).__name__}",

@@ -57,9 +57,8 @@ def check_metrics(values: Any, size: int, source: str, has_examples: bool = Fals
     for name, value in values.items():
         if not isinstance(value, Tensor):
             raise UsageError(f'"{name}" is a {type(value).__name__}: expected a tensor of shape ({size},)')
-        may_be_one = not value.is_floating_point() or (has_examples and name != "loss")
-        is_prediction = may_be_one and value.shape[:1] == (size,)
-        if value.shape != (size,) and not is_prediction:
+        may_be_prediction = not value.is_floating_point() or (has_examples and name != "loss")
+        if value.shape != (size,) and not (may_be_prediction and value.shape[:1] == (size,)):
             raise UsageError(
                 f'"{name}" has shape {tuple(value.shape)}: expected ({size},), one value per example; use '
                 f"{_advice(name, value, size)}"

@@ -73,8 +73,7 @@ class Watch:
         self._start_poll(step, result)
         norm = None if result.skipped else result.grad_norm  # the same in all processes
         is_on_cpu = not isinstance(norm, torch.Tensor) or norm.device.type == "cpu"
-        is_not_finite = norm is not None and is_on_cpu and not math.isfinite(norm)
-        if self.stop_requested or self.plan.reads(step) or is_not_finite:
+        if self.stop_requested or self.plan.reads(step) or (norm is not None and is_on_cpu and not math.isfinite(norm)):
             self.settle()
 
     def poll(self) -> bool:

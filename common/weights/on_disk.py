@@ -44,13 +44,9 @@ class WeightFiles(Mapping[str, Tensor]):
 
 class LazyParameter(nn.Parameter):
     """A weight on the meta device. It becomes an ordinary one, with its values, before the first operation that needs
-    more than its shape and type, so that a model that is used before `fit`, or without it, works like any other.
+    more than its shape and type, so that a model that is used before `fit`, or without it, works like any other."""
 
-    Attributes:
-        origin: where it is read from.
-    """
-
-    origin: Any = None, ""  # for a plan, whose weights have no values
+    origin: Any = None, ""  # where it is read from; nowhere for a plan, whose weights have no values
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -139,11 +135,10 @@ def with_random_weights(module: nn.Module) -> AbstractContextManager[None]:
     def window(weight: Tensor, origin: Origin) -> Tensor:
         if weight.ndim < 2:
             return torch.ones(weight.shape, dtype=weight.dtype)
-        if weight.ndim > 2:  # such as experts, whose kernels need matrices without overlaps
-            values = torch.randn(weight.shape[-2:], generator=generator, dtype=weight.dtype) / weight.shape[-1] ** 0.5
-            return values.expand(weight.shape)
-        values = torch.randn(sum(weight.shape), generator=generator, dtype=weight.dtype) / weight.shape[-1] ** 0.5
-        return values.as_strided(weight.shape, [1, 1])
+        is_stack = weight.ndim > 2  # such as experts, whose kernels need matrices without overlaps
+        shape = weight.shape[-2:] if is_stack else (sum(weight.shape),)
+        values = torch.randn(shape, generator=generator, dtype=weight.dtype) / weight.shape[-1] ** 0.5
+        return values.expand(weight.shape) if is_stack else values.as_strided(weight.shape, [1, 1])
 
     return _lent(module, window)
 

@@ -18,13 +18,9 @@ if TYPE_CHECKING:  # the import takes 0.7 s
 
 
 class TensorReader(Protocol):
-    """Reads tensors, or ranges of them, from a checkpoint or from the files of a pretrained model.
+    """Reads tensors, or ranges of them, from a checkpoint or from the files of a pretrained model."""
 
-    Attributes:
-        tensors: {name: description of the tensor, with its "shape"}.
-    """
-
-    tensors: dict[str, dict[str, Any]]
+    tensors: dict[str, dict[str, Any]]  # {name: description of the tensor, with its "shape"}
 
     def tensor(self, name: str, offsets: Sequence[int] | None = None, sizes: Sequence[int] | None = None) -> Tensor:
         """Reads a tensor, or its range of `sizes` from `offsets`, onto the CPU."""
@@ -100,11 +96,9 @@ def norm_over_processes(tensors: list[Tensor]) -> Tensor:
 
     groups: dict[Any, list[Tensor]] = {}  # {(mesh, the placement of a sum over shards): shards}
     for tensor in tensors:
-        if not is_divided(tensor):
-            groups.setdefault(None, []).append(tensor)
-            continue
-        cuts, _ = _place(tensor)
-        key = tensor.device_mesh, tuple(Replicate() if along is None else Partial() for along in cuts)
+        key: Any = None
+        if is_divided(tensor):
+            key = tensor.device_mesh, tuple(Replicate() if along is None else Partial() for along in _place(tensor)[0])
         groups.setdefault(key, []).append(tensor)
     norms = []
     for key, group in groups.items():

@@ -24,8 +24,7 @@ OF_THE_FILE = (
 
 def leftovers(config: Config) -> Iterator[Finding]:
     """Keys of FSDP1 in a file for FSDP2."""
-    section = _section_of_fsdp2(config)
-    if keys := [key for key in LEFTOVERS if section.get(key) is not None]:
+    if keys := [key for key in LEFTOVERS if _section_of_fsdp2(config).get(key) is not None]:
         yield Finding(
             f"{', '.join(keys)} in a file for FSDP2",
             "FSDP2 has no such settings: Accelerate ignores them, sometimes without a warning",

@@ -82,14 +82,13 @@ def bf16(config: Config) -> Iterator[Finding]:
 
 def packages(config: Config) -> Iterator[Finding]:
     """Packages that the config needs and this environment lacks."""
-    versions = config.machine.versions
     if config.section("mpirun_config") and config.kind in ONE_PROCESS and config.machine.mpirun is None:
         yield Finding(
             "mpirun is not installed",
             "accelerate launch starts the processes with it",
             "apt-get install openmpi-bin (Debian); or distributed_type: MULTI_GPU without mpirun_config",
         )
-    if config.precision == "fp8" and not any(name in versions for name in FP8_PACKAGES):
+    if config.precision == "fp8" and not any(name in config.machine.versions for name in FP8_PACKAGES):
         yield Finding(
             "mixed_precision is fp8, but torchao, Transformer Engine and MS-AMP are not installed",
             "accelerate launch refuses it: FP8 is not available on this machine",
