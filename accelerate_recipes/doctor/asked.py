@@ -1,8 +1,6 @@
 """The findings of doctor about a config, and about a recipe under it. They come from its rules and from the loop's own
-checks, which run with the variables that `accelerate launch` would set.
-
-`refusals` runs in the process of a recipe; without a recipe, in this one.
-"""
+checks, which run with the variables that `accelerate launch` would set: in the process of a recipe (`refusals`), or
+without a recipe in this one."""
 
 import io
 import os

@@ -38,8 +38,7 @@ class Case:
         content = mapping_in(self.config)
         given = {**content, **self.settings}
         number = self.num_processes or count(given, "num_processes")
-        machines = self.num_machines or count(given, "num_machines")
-        if number % machines:
+        if number % (machines := self.num_machines or count(given, "num_machines")):
             raise UsageError(f"{number} processes do not divide into {machines} machines: use another --num_processes")
         sizes = _sizes(content.get("parallelism_config") or {}, self.settings, number // self.stages, machines)
         content |= {"num_processes": number, "num_machines": machines, "machine_rank": 0}
@@ -73,8 +72,7 @@ def _sizes(asked: dict[str, Any], settings: Mapping[str, int | str], number: int
     if "dp_replicate" in sizes and machines > 1:
         sizes["dp_replicate"] = machines
     grows = next((name for name in ("dp_shard", "dp_replicate", "tp") if name in sizes), "dp_replicate")
-    rest = math.prod(size for name, size in sizes.items() if name != grows)
-    if number % rest == 0:
+    if number % (rest := math.prod(size for name, size in sizes.items() if name != grows)) == 0:
         sizes[grows] = number // rest
     return {f"{prefix}{name}_size": size for name, size in sizes.items() if size != before.get(name, 1)}
 

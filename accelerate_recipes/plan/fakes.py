@@ -93,8 +93,7 @@ class _Chunks:
         self.tensor, self.dim, self.size = tensor, dim, -(-tensor.shape[dim] // num_chunks)
 
     def __getitem__(self, index: int) -> Tensor:
-        start = index * self.size
-        if start >= self.tensor.shape[self.dim]:
+        if (start := index * self.size) >= self.tensor.shape[self.dim]:
             return self.tensor.new_empty(0)
         return self.tensor.narrow(self.dim, start, min(self.size, self.tensor.shape[self.dim] - start))
 
@@ -107,9 +106,8 @@ class Replica(DistributedDataParallel):
         self.module, self.sends, self.find_unused_parameters = module, True, find_unused_parameters
         self._buckets: list[list[nn.Parameter]] = []
         size = BUCKET
-        for weight in reversed(list(module.parameters())):  # about the order in which gradients are ready
-            if not weight.requires_grad:
-                continue
+        # About the order in which gradients are ready.
+        for weight in reversed([weight for weight in module.parameters() if weight.requires_grad]):
             if size >= BUCKET:
                 self._buckets.append([])
                 size = 0

@@ -40,11 +40,8 @@ class DryRun:
     last: bool  # whether this is the last process, and not the first
 
     def measure(self) -> StepFacts:
-        """Measures what a process holds and does.
-
-        DeepSpeed's own code does not run on such tensors. Under DeepSpeed, measures the undivided model in one process,
-        and adds what zero.py needs to know.
-        """
+        """Measures what a process holds and does. DeepSpeed's own code does not run on such tensors: under DeepSpeed,
+        measures the undivided model in one process, and adds what zero.py needs to know."""
         model, optimizer, plan = self.setup.model, self.setup.optimizer, self.setup.plan
         layout, batches, zero = plan.layout, self._batches(), None
         number, dtype = layout.num_processes, None

@@ -1,7 +1,5 @@
-"""DeepSpeed's ZeRO as formulas: its own code fuses and copies, and does not run on tensors without data.
-
-Sources: Rajbhandari et al. 2020 for the shares, and benchmarks/memory.py, which measures the buffers.
-"""
+"""DeepSpeed's ZeRO as formulas: its own code fuses and copies, and does not run on tensors without data. Sources:
+Rajbhandari et al. 2020 for the shares, and benchmarks/memory.py, which measures the buffers."""
 
 from dataclasses import replace
 

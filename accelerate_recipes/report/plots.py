@@ -58,10 +58,7 @@ def div(runs: Sequence[Run], metric: str, number: int) -> str:
 
 def figure(runs: Sequence[Run], metric: str) -> Figure:
     """The plot of a metric, with a curve for each run that has it. Its `meta` has {axis: what changes} for the page's
-    switch of the horizontal axis.
-
-    Gaps and events are traces on their own axis from 0 to 1, so that the switch only changes x.
-    """
+    switch of the horizontal axis. Gaps and events have their own axis from 0 to 1: the switch only changes x."""
     names = {index: _legend(runs, index, metric) for index, run in enumerate(runs) if metric in run.metrics}
     traces = {
         axis: [trace for index, name in names.items() for trace in _traces(runs[index], index, name, metric, axis)]

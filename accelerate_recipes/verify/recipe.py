@@ -108,11 +108,8 @@ class _Verification:
 
     def all_flags(self, config: Path | None = None) -> list[str]:
         """The flags of a run under a config; None: of one process."""
-        return [
-            *self.flags,
-            *recording(self.certificate.steps),
-            *(SIZES.get(config.stem, []) if config is not None else []),
-        ]
+        sizes = SIZES.get(config.stem, []) if config is not None else []
+        return [*self.flags, *recording(self.certificate.steps), *sizes]
 
     def _kill(self, launch: Launch) -> None:
         """Kills a run under this config and resumes it; the reference is the run that was not killed."""

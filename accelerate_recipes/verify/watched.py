@@ -348,8 +348,7 @@ class _Imported(MetaPathFinder):
 def _main(folder: str, num_steps: str, how: str, script: str, *flags: str) -> None:
     watcher = Watcher(Path(folder), int(num_steps), "moved" in how, "split" in how)
     watcher.install()
-    parts = 2 if "accumulated" in how else 1
-    sys.meta_path.insert(0, _Imported(ARGUMENTS, partial(watcher.keep_global_batch, parts)))
+    sys.meta_path.insert(0, _Imported(ARGUMENTS, partial(watcher.keep_global_batch, 2 if "accumulated" in how else 1)))
     sys.argv = [script, *flags]
     try:
         if Path(script).is_file():

@@ -196,8 +196,7 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _sharing(tensors: list[tuple[str, Tensor]]) -> dict[str, tuple[str, str]]:
-    first: dict[int, str] = {}
-    pairs: dict[str, tuple[str, str]] = {}
+    first, pairs = dict[int, str](), dict[str, tuple[str, str]]()
     for name, tensor in tensors:
         if tensor.layout is torch.strided and tensor.numel():
             other = first.setdefault(tensor.data_ptr(), name)

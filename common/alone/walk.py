@@ -162,8 +162,7 @@ class Walk:
         return list(self.entries[-1].before.items())
 
     def _attributes(self, name: str, value: Any) -> list[tuple[Any, Any]]:
-        attributes = getattr(value, "__dict__", None)
-        if not isinstance(attributes, dict):
+        if not isinstance(attributes := getattr(value, "__dict__", None), dict):
             return []
         return self._note(name, lambda: dict(attributes), partial(_refill, attributes))
 

@@ -97,8 +97,7 @@ def fingerprints(engine: Engine) -> dict[Any, tuple[float, float]]:
 
 def replica_gaps(steps: Sequence[Step], updates: Mapping[str, float]) -> dict[Key, Gap]:
     """The differences between replicas of a shard. `steps`: of each process; `updates`: {weight: its norm}."""
-    gaps: dict[Key, Gap] = {}
-    first: dict[Any, tuple[float, float]] = {}
+    gaps, first = dict[Key, Gap](), dict[Any, tuple[float, float]]()
     for rank, step in enumerate(steps):
         for key, (total, norm) in step.parts.items():
             expected = first.setdefault(key, (total, norm))[0]

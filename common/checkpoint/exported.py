@@ -64,10 +64,8 @@ def export_model(engine: Engine, folder: Path) -> str | None:
 
     A transformers model also gets its `config.json`, so that `from_pretrained(folder)` loads it. A model with a
     `peft_adapter` (common/tasks/models/lora.py) writes PEFT's files. `export` of `fit` may write more. The finished
-    folder replaces an earlier one at once.
-
-    Returns a digest of the weights, in the main process. Raises RunError if the weights cannot be written, or
-    the files that belong to them.
+    folder replaces an earlier one at once. Returns a digest of the weights, in the main process. Raises RunError if the
+    weights cannot be written, or the files that belong to them.
     """
     weights, digest, problem = engine.each_whole(), None, None
     if engine.accelerator.is_main_process:

@@ -30,11 +30,9 @@ AfterSave = Callable[[int, Callable[[], Path | None]], object]
 
 
 class Saver:
-    """Writes checkpoints, one at a time; with `--async_save` during the next steps, from a copy.
-
-    Before the first step the main process also writes the small files of an export. After each save, it calls
-    `after_save` with the number of steps taken and `finish`.
-    """
+    """Writes checkpoints, one at a time; with `--async_save` during the next steps, from a copy. Before the first step
+    the main process also writes the small files of an export. After each save, it calls `after_save` with the number of
+    steps taken and `finish`."""
 
     def __init__(self, engine: Engine, identity: dict[str, Any], group: CpuGroup, watch: Watch, after_save: AfterSave):
         self._engine, self._identity, self._group, self._watch = engine, identity, group, watch

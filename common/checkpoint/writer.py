@@ -129,8 +129,7 @@ def _write_shards(path: Path, shards: OwnShards) -> dict[str, Any]:
 
 
 def _publish(aside: Path, folder: Path, content: dict[str, Any], manifests: list[dict[str, Any]]) -> None:
-    files: dict[str, Any] = {}
-    tensors: dict[str, Any] = {}
+    files, tensors = dict[str, Any](), dict[str, Any]()
     for own in manifests:
         files |= own["files"]
         for name, tensor in own["tensors"].items():

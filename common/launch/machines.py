@@ -48,11 +48,9 @@ def _choose_interface(machines: list[dict[str, Any]], environment: Environment) 
 @contextmanager
 def agreement(environment: Environment, config: RunConfig) -> Iterator[None]:
     """Compares the machines before their processes join. After the `with` block they exchange versions, settings, code
-    digests and any UsageError from the block; then gloo's network interface is set.
-
-    Raises UsageError in all processes of all machines, with the difference or the error of one machine; and RunError if
-    the processes of a machine did not arrive within `ARRIVAL_S`, or machine 0 is gone.
-    """
+    digests and any UsageError from the block; then gloo's network interface is set. Raises UsageError in all processes
+    of all machines, with the difference or the error of one machine; and RunError if the processes of a machine did not
+    arrive within `ARRIVAL_S`, or machine 0 is gone."""
     if environment.num_machines == 1:
         yield
         return

@@ -100,11 +100,9 @@ class _Call:
 def find_chain(model: nn.Module, forward: Forward, states: Callable[[], Any]) -> tuple[dict[str, int], list[str]]:
     """The chain with the most weights: layers that each get the hidden states of the one before, all of one
     shape and type. Raises UsageError if there is none, there are two, or its layers draw random numbers. Hooks stay on
-    the model. `states`: returns the states of the random generators.
-
-    Returns {layer: how many values it returns as a tuple, with the hidden states first; 0: the hidden states}, in the
-    order of the pass; and the attributes that layers set.
-    """
+    the model. `states`: returns the states of the random generators. Returns {layer: how many values it returns as a
+    tuple, with the hidden states first; 0: the hidden states}, in the order of the pass; and the attributes that layers
+    set."""
     name, modules = type(model).__name__, dict(model.named_modules())
     lists = {
         name: [f"{name}.{key}".lstrip(".") for key, _ in module.named_children()]
@@ -117,8 +115,7 @@ def find_chain(model: nn.Module, forward: Forward, states: Callable[[], Any]) ->
     def size(run: Sequence[_Call]) -> int:
         return sum(weight.numel() for call in run for weight in model.get_submodule(call.name).parameters())
 
-    runs = sorted((run for run in _runs(lists.values(), calls) if len(run) > 1), key=size, reverse=True)
-    if not runs:
+    if not (runs := sorted((run for run in _runs(lists.values(), calls) if len(run) > 1), key=size, reverse=True)):
         why = "has no list of layers where each gets the output of the one before, of the same shape"
         if number := max(Counter(call.name for call in calls).values(), default=1) - 1:
             why = f"calls a layer {number + 1} times in a pass of forward_step"

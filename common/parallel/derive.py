@@ -47,11 +47,9 @@ def derive(model: nn.Module, forward: Forward, size: int, packs: Sequence[int] =
 
 
 class _Passes:
-    """Passes of a model; the linear layers in it return given outputs.
-
-    In the first pass, which is traced, they return their outputs plus random numbers: outputs of a pretrained model may
-    be zeros, which show nothing. Later passes repeat these outputs, or shares of them.
-    """
+    """Passes of a model; the linear layers in it return given outputs. In the first pass, which is traced, they return
+    their outputs plus random numbers: outputs of a pretrained model may be zeros, which show nothing. Later passes
+    repeat these outputs, or shares of them."""
 
     def __init__(self, model: nn.Module, forward: Forward):
         self._forward, self._modules = forward, dict(model.named_modules())

@@ -18,11 +18,9 @@ if TYPE_CHECKING:  # the first import takes 0.7 s
 
 @dataclass
 class Grid:
-    """The groups of processes that share something, along the axes of a layout.
-
-    Data-parallel ranks are outermost. Tensor parallelism is innermost: its groups need the fastest links, and a weight
-    that it leaves whole is held by processes with consecutive ranks (`holders` in weights/shards.py).
-    """
+    """The groups of processes that share something, along the axes of a layout. Data-parallel ranks are outermost.
+    Tensor parallelism is innermost: its groups need the fastest links, and a weight that it leaves whole is held by
+    processes with consecutive ranks (`holders` in weights/shards.py)."""
 
     layout: Layout  # of the run
     device: torch.device  # of this process

@@ -31,11 +31,10 @@ from .strategy import Division, Strategy
 
 def check_stages(layout: Layout, config: RunConfig) -> None:
     """Refuses stages that do not divide the number of processes, or settings that do not work with stages."""
-    others = layout.dp_replicate * layout.sp * layout.tp
-    if layout.num_processes % (layout.pp * others):
+    if layout.num_processes % (least := layout.pp * layout.dp_replicate * layout.sp * layout.tp):
         raise UsageError(
             f"--pipeline_stages {layout.pp} does not divide {layout.num_processes} processes",
-            f"use --num_processes {layout.pp * others} after accelerate launch",
+            f"use --num_processes {least} after accelerate launch",
         )
     if layout.environment.uses("fsdp") and layout.dp_shard == 1:
         raise UsageError(

@@ -82,8 +82,7 @@ def check_trainable(setup: Setup) -> Setup:
 def with_plans(setup: Setup) -> Setup:
     """A collective: the setup, with the main process's plan of how the layout divides the model. Raises UsageError."""
     layout = setup.plan.layout
-    plans = {each.name: each.plan for each in strategies_of(layout) if type(each).plan is not Strategy.plan}
-    if not plans:
+    if not (plans := {each.name: each.plan for each in strategies_of(layout) if type(each).plan is not Strategy.plan}):
         return setup
     found: Any = None
     if setup.accelerator.is_main_process:
@@ -96,8 +95,7 @@ def with_plans(setup: Setup) -> Setup:
             found = UsageError(what, f"use {main_strategy(layout).fallback}")
         if setup.accelerator.device.type != "cpu":
             torch.get_device_module(setup.accelerator.device).empty_cache()  # after passes of the whole model
-    found = CpuGroup(setup.plan.config.hang_timeout).broadcast(found)
-    if isinstance(found, UsageError):
+    if isinstance(found := CpuGroup(setup.plan.config.hang_timeout).broadcast(found), UsageError):
         raise found
     return replace(setup, plans=found)
 

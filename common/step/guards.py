@@ -156,11 +156,9 @@ def check_same_start(
     model: nn.Module, train_set: MapDataset, eval_sets: Mapping[str, MapDataset], group: CpuGroup
 ) -> None:
     """Raises UsageError in all processes if the weights or data of one process differ from process 0's, or if an
-    evaluation set's sample changes when it is read again; for a training set, the first steps show that.
-
-    Compares up to 64 elements of each weight, and the length and up to four samples of each dataset. For a weight that
-    is still on disk, it takes the first elements.
-    """
+    evaluation set's sample changes when it is read again; for a training set, the first steps show that. Compares up to
+    64 elements of each weight (the first ones of a weight on disk), and the length and up to four samples of each
+    dataset."""
     datasets = {"training": train_set} | {
         f"evaluation{f' {name}' * bool(name)}": eval_set for name, eval_set in eval_sets.items()
     }

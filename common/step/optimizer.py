@@ -81,11 +81,9 @@ def follow_split_groups(optimizer: torch.optim.Optimizer) -> None:
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor | float | None) -> None:
-    """Takes a step of an optimizer, unless the norm of the gradient is known and not finite.
-
-    Reading the norm would stall a GPU. There fused kernels look at it, as under torch's loss scaler; any other
-    optimizer takes the step, and the run ends a step later.
-    """
+    """Takes a step of an optimizer, unless the norm of the gradient is known and not finite. Reading the norm would
+    stall a GPU. There fused kernels look at it, as under torch's loss scaler; any other optimizer takes the step, and
+    the run ends a step later."""
     is_read = not isinstance(grad_norm, Tensor) or grad_norm.device.type == "cpu"
     if grad_norm is None or (is_read and math.isfinite(grad_norm)):
         _step(optimizer)

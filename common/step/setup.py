@@ -96,8 +96,7 @@ def compile_if_asked(model: nn.Module, plan: Plan, layers: Sequence[nn.Module] =
 
 def say_what_is_cast(accelerator: Accelerator, model: nn.Module, kind: str) -> None:
     """Prints a line if a strategy turns 16-bit weights of a model into float32."""
-    others = sorted({str(weight.dtype).removeprefix("torch.") for weight in model.parameters()} - {"float32"})
-    if others:
+    if others := sorted({str(weight.dtype).removeprefix("torch.") for weight in model.parameters()} - {"float32"}):
         accelerator.print(f"{kind} trains and exports this model's {', '.join(others)} weights in float32")
 
 

@@ -119,8 +119,7 @@ class Watch:
         for loss, batch in zip(result.losses, ids):
             if own is None and not math.isfinite(loss):
                 own = ("train/loss", float(loss), batch.tolist())
-        losses = [(rank, *loss) for rank, loss in enumerate(self.group.all_gather(own)) if loss is not None]
-        if losses:
+        if losses := [(rank, *loss) for rank, loss in enumerate(self.group.all_gather(own)) if loss is not None]:
             rank, name, value, samples = losses[0]
             where = f" in process {rank}, {list_samples(samples)}"
         else:

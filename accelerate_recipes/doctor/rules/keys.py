@@ -1,8 +1,6 @@
-"""Rules about the keys of a config file: unknown keys, and keys without effect.
-
-`accelerate launch` refuses unknown keys at the top of a file, but ignores them in a section. For some keys it takes
-the value of its own flag, even if that flag was not typed.
-"""
+"""Rules about the keys of a config file: unknown keys, and keys without effect. `accelerate launch` refuses unknown
+keys at the top of a file, but ignores them in a section. For some keys it takes the value of its own flag, even if that
+flag was not typed."""
 
 import difflib
 from collections.abc import Iterator

@@ -79,8 +79,7 @@ def _name(strategy: Any) -> str:
 def wrapping(config: Config) -> Iterator[Finding]:
     """The wrapping of layers: an unknown policy, or a key that nothing reads."""
     section = config.section("fsdp_config", "FSDP")
-    policy = str(section.get("fsdp_auto_wrap_policy", "NO_WRAP")).upper()
-    if policy not in POLICIES:
+    if (policy := str(section.get("fsdp_auto_wrap_policy", "NO_WRAP")).upper()) not in POLICIES:
         yield Finding(
             f"fsdp_auto_wrap_policy is {policy}",
             f"Accelerate refuses it; it knows {', '.join(POLICIES)}",

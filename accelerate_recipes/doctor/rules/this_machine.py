@@ -99,8 +99,7 @@ def packages(config: Config) -> Iterator[Finding]:
 def memory(config: Config) -> Iterator[Finding]:
     """Less free memory than the processes take before they have a model."""
     wanted, free = config.num_local_processes, config.machine.free_memory
-    needed = LAUNCHER_BYTES + (wanted or 1) * PROCESS_BYTES
-    if free < needed:
+    if free < (needed := LAUNCHER_BYTES + (wanted or 1) * PROCESS_BYTES):
         yield Finding(
             f"only {free / GIB:.1f} GiB of memory is free for {wanted or 1} processes",
             f"they take {needed / GIB:.1f} GiB before the model and the data: the system would kill a process",
@@ -125,8 +124,7 @@ def shared_memory_of_workers(config: Config, recipe: dict[str, int]) -> Iterator
     if "micro_batch_size" not in recipe or size is None or config.num_local_processes is None:
         return
     num_batches = config.num_local_processes * recipe["num_workers"] * PREFETCHED
-    needed = num_batches * recipe["micro_batch_size"] * recipe["sample_bytes"]
-    if needed > size:
+    if (needed := num_batches * recipe["micro_batch_size"] * recipe["sample_bytes"]) > size:
         yield Finding(
             f"/dev/shm has {size // 2**20} MiB, but --num_workers {recipe['num_workers']} holds {needed // 2**20} MiB "
             "of batches ready",
