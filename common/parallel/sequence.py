@@ -58,7 +58,8 @@ class SequenceGroup:
 
     def exchange(self, values: Tensor) -> Tensor:
         """Divides dimension 1 among the processes, and makes dimension 2 whole: (batch, heads, slice, width) becomes
-        (batch, heads / size, tokens, width), and (batch, tokens, heads / size, width) (batch, slice, heads, width)."""
+        (batch, heads / size, tokens, width), and (batch, tokens, heads / size, width) becomes (batch, slice, heads,
+        width)."""
         from torch.distributed._functional_collectives import all_to_all_single_autograd
 
         parts = values.unflatten(1, (self.size, -1)).movedim(1, 0)
