@@ -104,7 +104,7 @@ class Evaluation:
         return self._of_main_process(metrics)
 
     def _of_main_process(self, metrics: Metrics) -> Metrics:
-        """The metrics of the main process. Prints a line if another one has others, once."""
+        """The metrics of the main process. If another one has others, prints a line, once."""
         first, *others = self.watch.group.all_gather(metrics)
         differ = [
             (name, rank, other[name])

@@ -78,7 +78,7 @@ def processes(number: int, rank: int) -> Iterator[None]:
             # All processes have as many tokens as this one.
             stack.enter_context(patch.object(sharing.ExpertGroup, "_longest", lambda _, number: number))
         if paths := sys.modules.get("accelerate_recipes.common.step.same_path"):  # all processes do what this one does
-            stack.enter_context(patch.object(paths.SamePath, "_meet", lambda *_: None))
+            stack.enter_context(patch.object(paths.SamePath, "_meet", lambda *_: True))
         if stages := sys.modules.get("accelerate_recipes.common.parallel.pipeline"):  # states of generators have values
             stack.enter_context(patch.object(stages, "restore_generators", nullcontext))
         if number > 1:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 from unittest.mock import patch
 
@@ -78,13 +79,15 @@ class FirstPass:
         size, evaluated = len(ids) // 2, None
         for trains in (False, True) if size else ():
             take, mixed = partial(take_pass, trains), dict[str, None]()
+            halves = slice(size), slice(size, 2 * size)
             try:
                 whole = take(batch := fetch(ids[: 2 * size]), slice(None))
                 rest, norm, draws = whole.gradient, 0.0, whole.draws or self.draws_for_batches
-                for half in (slice(size), slice(size, 2 * size)):
-                    alone = fetch(ids[half])
-                    is_apart = draws or _is_sorted(batch, half, alone)
-                    part = take(_twice(batch, half), half) if is_apart else take(alone, slice(None))
+                parts = [] if draws else [fetch(ids[half]) for half in halves]
+                if not draws and _is_sorted(batch, parts):
+                    parts = []
+                for half, alone in zip_longest(halves, parts):
+                    part = take(_twice(batch, half), half) if alone is None else take(alone, slice(None))
                     mixed |= {name: None for name in part.values if not part.is_close(whole, name, tolerance, half)}
                     rest, norm = rest - part.gradient, norm + float(part.gradient.norm())
                 is_sum = whole.draws_backwards or float(rest.norm()) <= 10 * tolerance * norm
@@ -201,10 +204,16 @@ def outcome_of(model: nn.Module, values_of: NumberedStep, step: int, trains: boo
     return Outcome(evaluate_batch(model, noted, batch, step, trains), *found[0])
 
 
-def _is_sorted(batch: Batch, half: slice, alone: Batch) -> bool:
-    """Whether this half of a batch does not have the samples of the batch `alone`, but for padding."""
-    pairs = [(value[half], alone.get(name)) for name, value in batch.items() if isinstance(value, Tensor)]
-    return any(isinstance(own, Tensor) and own.shape == part.shape and not part.equal(own) for part, own in pairs)
+def _is_sorted(batch: Batch, parts: Sequence[Batch]) -> bool:
+    """Whether a batch has the samples of these parts in another order."""
+    pairs = ((whole, [part[name] for part in parts]) for name, whole in batch.items() if isinstance(whole, Tensor))
+    rows = [(whole, torch.cat(each)) for whole, each in pairs if len({one.shape[1:] for one in each}) == 1]
+    return any(
+        own.shape == whole.shape
+        and not own.equal(whole)
+        and own.flatten().sort().values.equal(whole.flatten().sort().values)
+        for whole, own in rows
+    )
 
 
 def _twice(batch: Batch, half: slice) -> Batch:
