@@ -280,7 +280,8 @@ class PipelineEngine(Engine):
         return hidden.shape, hidden.dtype
 
     def _holders_of(self, name: str) -> list[int]:
-        return sorted({self._process_of[stage] for stage in self._cut.stages_of[name]})
+        stages = self._cut.stages_of.get(name, self._process_of)  # each has what get_extra_state returns
+        return sorted({self._process_of[stage] for stage in stages})
 
     @cached_property
     def _shared(self) -> list[tuple[str, Tensor, list[int]]]:

@@ -147,6 +147,7 @@ DRAWN: dict[tuple[str, str], str | None] = {
     ("model tied --step causal_margin", "pipeline_parallel"): "calls a layer 2 times in a pass of forward_step",
     ("model causal_scaled_embeddings", "pipeline_parallel"): "a copy of the model calls refers to the original model",
     ("model causal_hook_on_hidden_states", "pipeline_parallel"): None,
+    ("model extra_state", "pipeline_parallel"): None,
 }
 
 

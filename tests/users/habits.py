@@ -238,6 +238,16 @@ class Around(Net):
         return self.before_head(self, super().hidden(x), x)
 
 
+class WithExtraState(Net):
+    """As FP8 layers have; no parameter and no buffer."""
+
+    def get_extra_state(self) -> Tensor:
+        return torch.ones(2)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        pass
+
+
 def hooked(hook: Callable[[Tensor], Tensor]) -> nn.Module:
     model = Net()
     for weight in model.parameters():
@@ -332,6 +342,7 @@ HABITS: dict[str, Callable[[], nn.Module]] = {
     "gradients_doubled_by_hooks": lambda: hooked(lambda gradient: 2 * gradient),
     "weights_that_share_memory": shared_data,
     "scripted": scripted,
+    "extra_state": WithExtraState,
     "old_spectral_norm": old_spectral_norm,
     "transposed_weight": strided,
     "mixed_types": mixed_types,
