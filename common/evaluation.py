@@ -55,7 +55,7 @@ class Evaluation:
         self.eval_sets = {name: resident(eval_set, device) for name, eval_set in eval_sets.items()}
         self.watch = watch
         self.metrics: Metrics = {}
-        self._has_said = False  # that processes have other metrics
+        self._has_said = False
         if (name := engine.plan.config.metric_for_best_model) is not None:
             firsts = {key: _first(eval_set) for key, eval_set in eval_sets.items()}
             metrics = self.measure(firsts, poll=lambda: False)
@@ -116,7 +116,7 @@ class Evaluation:
             self._has_said = True
             self.engine.accelerator.print(
                 f'summarize or examples gives "{name}" as {first[name]:.4g} in process 0 and {other:.4g} in process '
-                f"{rank}, and the run uses the first: compute it from the values of all samples, which examples gets"
+                f"{rank}; the run uses the first: compute it from what examples gets, the values of all samples"
             )
         return first
 

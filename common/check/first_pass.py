@@ -1,5 +1,6 @@
 """Side effects of the first forward pass: random draws, changed buffers, values that depend on the micro-batch."""
 
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -96,7 +97,7 @@ class FirstPass:
                 continue
             self.draws_in_evaluation |= whole.draws and not trains
             self.draws |= whole.draws_backwards
-            self.written_in_evaluation += [] if trains else whole.written
+            self.written_in_evaluation += [] if trains else part.written  # the first pass may fill a table
             evaluated = evaluated if trains else whole
             same = {name for name in whole.values if again.is_close(whole, name, tolerance)}
             self.moves |= len(same) < len(whole.values)
@@ -133,8 +134,7 @@ class FirstPass:
             "on --micro_batch_size: use self.training, unless this is intended": self.draws_in_evaluation,
             f"the parity check also wrote {first['files']}, which it does not restore": self.files,
             "an evaluation that is taken twice has two results: the result depends on the number of processes, and is "
-            "not compared with one process; compute the values of forward_step from the batch and the model "
-            "only": self.moves and not (self.keeps or written),
+            "not compared; use only the batch and the model": self.moves and not (self.keeps or written),
         }
         if_cut = {
             f"each call of forward_step or of a layer changes {first['keeps']}: if it is used, the result depends on "
@@ -205,15 +205,19 @@ def outcome_of(model: nn.Module, values_of: NumberedStep, step: int, trains: boo
 
 
 def _is_sorted(batch: Batch, parts: Sequence[Batch]) -> bool:
-    """Whether a batch has the samples of these parts in another order."""
-    pairs = ((whole, [part[name] for part in parts]) for name, whole in batch.items() if isinstance(whole, Tensor))
-    rows = [(whole, torch.cat(each)) for whole, each in pairs if len({one.shape[1:] for one in each}) == 1]
-    return any(
-        own.shape == whole.shape
-        and not own.equal(whole)
-        and own.flatten().sort().values.equal(whole.flatten().sort().values)
-        for whole, own in rows
-    )
+    """Whether a batch has the samples of these parts in another order; padded columns do not count."""
+    columns = {name: [each.get(name) for each in (batch, *parts)] for name in batch}
+    same = [name for name, each in columns.items() if len({getattr(one, "shape", "")[1:] for one in each}) == 1]
+    whole, *own = ([*zip(*checksums({name: each[name] for name in same}).values())] for each in (batch, *parts))
+    alone = [row for rows in own for row in rows]
+    return whole != alone and sorted(whole) == sorted(alone)
+
+
+def checksums(batch: Batch) -> dict[str, list[int]]:
+    """A checksum of each sample, for each tensor of a batch."""
+    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.numel()}
+    rows = {name: value.detach().cpu().reshape(len(value), -1).contiguous() for name, value in tensors.items()}
+    return {name: [zlib.crc32(row.view(torch.uint8).numpy().tobytes()) for row in each] for name, each in rows.items()}
 
 
 def _twice(batch: Batch, half: slice) -> Batch:
@@ -223,18 +227,13 @@ def _twice(batch: Batch, half: slice) -> Batch:
 
 
 def evaluate_batch(model: nn.Module, evaluate: Pass, batch: Batch, step: int, trains: bool = False) -> Values:
-    """The values of `forward_step` in evaluation, or training (`trains`). Changes no batch, no generator and, in
-    evaluation, no buffer."""
+    """The values of `forward_step` in evaluation, or training (`trains`). Changes neither the batch nor a generator."""
     kept = {name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()}
     device = next(value.device for value in kept.values() if isinstance(value, Tensor))
     mode = nullcontext() if trains else evaluating(model)
     with _no_new_weights(model), torch.set_grad_enabled(trains), mode, restore_generators(device):
         seed_forward(0, EVALUATION, 0, device)
-        buffers = {} if trains else _buffers(model)
-        values, written = evaluate(kept, step), _changed(buffers, model)
-        for name in written:
-            model.get_buffer(name).data = buffers[name]
-        return values
+        return evaluate(kept, step)
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -245,8 +244,9 @@ def _buffers(module: nn.Module) -> dict[str, Tensor]:
 def _changed(before: dict[str, Tensor], module: nn.Module) -> list[str]:
     """The names of the buffers that are no longer as `before`; but a table may have grown."""
     now = dict(module.named_buffers())
-    parts = {name: now[name][tuple(map(slice, old.shape))] for name, old in before.items() if name in now}
-    return [name for name, part in parts.items() if not torch.equal(part, before[name])]
+    pairs = {name: (old, now[name]) for name, old in before.items() if name in now}
+    cut = {name: tuple(map(slice, old.shape)) for name, (old, new) in pairs.items() if new.ndim == old.ndim}
+    return [name for name, (old, new) in pairs.items() if name not in cut or not new[cut[name]].equal(old)]
 
 
 @contextmanager

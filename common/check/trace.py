@@ -1,7 +1,6 @@
 """Records what an engine does in its steps, with all processes or with one."""
 
 import math
-import zlib
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,7 @@ from ..parallel.strategies import strategies_of
 from ..step.engine import Engine, StepResult
 from ..step.guards import check_all_used
 from ..step.setup import Setup
-from .first_pass import FirstPass, evaluate_batch
+from .first_pass import FirstPass, checksums, evaluate_batch
 from .modules import ModuleTrace
 from .sketch import Sketch
 
@@ -119,10 +118,3 @@ def on_cpu(values: dict[str, Tensor]) -> dict[str, Tensor]:
     """The values of `forward_step` as float64 on the CPU. Leaves out predictions: rounding errors change a few."""
     compared = {name: value for name, value in values.items() if value.ndim == 1 or value.is_floating_point()}
     return {name: value.detach().double().cpu() for name, value in compared.items()}
-
-
-def checksums(batch: Batch) -> dict[str, list[int]]:
-    """A checksum of each sample, for each tensor of a batch."""
-    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.numel()}
-    rows = {name: value.detach().cpu().reshape(len(value), -1).contiguous() for name, value in tensors.items()}
-    return {name: [zlib.crc32(row.view(torch.uint8).numpy().tobytes()) for row in each] for name, each in rows.items()}

@@ -22,7 +22,7 @@ class Absent(Tensor):
     origin: str
     numbers: Tensor
     is_trained = False  # whether the weight that it stands for has requires_grad
-    twin: Tensor | None = None  # the weight itself, if another stage of this process has it
+    twin: Tensor | None = None  # the weight, if another stage of this process has it
     home: Any = None  # the stage with whose model it is
     in_front = False  # whether a pass has not reached the layers of its stage: then it may write what is dropped
 

@@ -163,7 +163,7 @@ class Stage(nn.Module):
 
     def name_all(self, here: Mapping[str, Tensor] = {}) -> None:
         """Puts placeholders where other stages' weights were, and watches the last layer's output, after all hooks.
-        `here`: {name: weight} of all stages of this process."""
+        `here`: weights of all stages of this process."""
         self.layers[-1].register_forward_hook(self._after_layers)
         for weights, key, placeholder in self._absent:
             weights[key], placeholder.twin, placeholder.home = placeholder, here.get(placeholder.origin), self

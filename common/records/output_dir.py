@@ -101,7 +101,8 @@ class OutputDir:
             for folder in (self.path / PREVIOUS, self.path / "checkpoints" / PREVIOUS):
                 for moved in [path for path in folder.glob("*") if MOVED.fullmatch(path.name)]:
                     shutil.rmtree(moved, ignore_errors=True)
-                    moved.unlink(missing_ok=True)
+                    with suppress(OSError):
+                        moved.unlink()
                 with suppress(OSError):  # it holds something else, too
                     folder.rmdir()
 

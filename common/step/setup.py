@@ -15,7 +15,6 @@ from ..data.mixed import by_source
 from ..data.sets import Batch, ForwardStep, MapDataset, NumberedStep, check_datasets
 from ..plan import Plan
 from ..seeds import CPU, restore_generators
-from ..weights.shards import is_gathered
 from .batch_loss import BatchLoss, BatchLossFn
 from .guards import always_calls, knows_what_is_trained
 from .options import FitOptions
@@ -78,8 +77,8 @@ class Setup:
             forward_step = knows_what_is_trained(model, forward_step)
             if plan.layout.pp == 1:
                 forward_step = always_calls(model, forward_step)
-                if not plan.config.compile and any(map(is_gathered, model.modules())):
-                    forward_step = SamePath(model, plan).follow(forward_step)
+            if plan.layout.data_parallel_size > 1:
+                forward_step = SamePath(model, plan).follow(forward_step)
         loss = self.batch_loss
         return forward_step, None if loss is None else BatchLoss(loss, plan, self.accelerator.device)
 

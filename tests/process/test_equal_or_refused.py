@@ -79,7 +79,8 @@ DRAWN: dict[tuple[str, str], str | None] = {
     (
         "model adaptive_depth",
         "fsdp2",
-    ): "after it calls extra, and not every process does: FSDP2 gathers the weights of a layer at each call",
+    ): "after it calls extra, and not every process does",
+    ("model adaptive_depth", "fsdp2_pipeline"): "after it calls 0.model.extra, and not every process does",
     ("model empty_weight", "fsdp2"): "FSDP2 cannot train this: RuntimeError: _chunk_cat expects",
     ("model empty_weight", "deepspeed_zero2"): None,
     ("model complex_weight", "fsdp2"): None,
@@ -175,7 +176,12 @@ def test_habit_has_one_result_or_is_refused(
 
 @pytest.mark.parametrize(
     "recipe",
-    [f"{USERS} --step neighbours_in_training", f"{USERS} --step weighs_by_classes", f"{LATE} --what neighbours"],
+    [
+        f"{USERS} --step neighbours_in_training",
+        f"{USERS} --step weighs_by_classes",
+        f"{LATE} --what neighbours",
+        f"{USERS} --collate_fn with_partners",
+    ],
 )
 def test_value_that_depends_on_other_samples_is_said(tmp_path: Path, recipe: str) -> None:
     """The first begins in step 1 in training alone, the second is in few micro-batches, the last begins in step 4."""
@@ -219,6 +225,7 @@ DEPENDS = "the result depends on the n"
             "ddp",
             'summarize or examples gives "right" as ',
         ),
+        ("model last_mean", "ddp", "the forward pass changes table, as BatchNorm does, and sees 2 of 8"),
         ("model growing_table", "ddp", ""),
         ("collate_fn sorts", "ddp", ""),
     ],

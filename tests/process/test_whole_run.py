@@ -91,7 +91,10 @@ BEGINS: dict[tuple[str, str], str | None] = {
     ("units", "tensor_parallel"): "process 1's blocks.0.active differs from the processes before it",
     **{("once_more", config): None for config in ("ddp", "fsdp2", "hsdp", "deepspeed_zero3")},
     ("for_some", "ddp"): None,
-    **{("for_some", config): ", and not every process does:" for config in ("fsdp2", "hsdp", "deepspeed_zero3")},
+    **{
+        ("for_some", config): ", and not every process does within 30 s:"
+        for config in ("fsdp2", "hsdp", "deepspeed_zero3")
+    },
     ("skipped_layer", "ddp"): "no pass of this step uses blocks.1.norm.weight, as earlier steps did, and DDP waits for",
     ("penalty", "tensor_parallel"): "TP 2 cannot train this: RuntimeError",
     ("list", "pipeline_parallel"): f"activity, {OTHER}",

@@ -116,7 +116,14 @@ def masked(samples: list[dict[str, Any]]) -> Batch:
     return batch | {"x": batch["x"] * (torch.rand(batch["x"].shape) > 0.2)}
 
 
+def with_partners(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """Each sample's negative is the sample before it."""
+    batch = default_collate(samples)
+    return batch | {"y": batch["y"] + 0.1 * batch["y"].roll(1), "partner": batch["x"].roll(1, 0)}
+
+
 COLLATE_FNS = {
+    "with_partners": with_partners,
     "masks": masked,
     "sorts": lambda each: default_collate(sorted(each, key=lambda one: float(one["y"]))),  # as packed sequences need
 }

@@ -336,16 +336,17 @@ def _quoting_of_tabs(place: Place, first: str) -> Any:
 
 def _json_rows(place: Place, text: TextIO, halves: Counter[str]) -> Iterator[tuple[Row, str]]:
     """(object, its text) of JSON lines or a JSON list. `halves` counts rows with half a character (replaced)."""
-    number = 0
+    number, is_first = 0, True
     try:
         for line in text:
             number += 1
-            if (is_list := line.lstrip().startswith("[")) or (number == 1 and _goes_on(line)):
+            if (is_list := line.lstrip().startswith("[")) or (is_first and _goes_on(line)):
                 line += text.read()
             for part in _items(line) if is_list else filter(str.strip, [line]):
                 whole = ESCAPE.sub(lambda found: r"\ufffd" if found[1] else found[0], part) if r"\u" in part else part
                 halves["rows"] += whole != part
                 yield _parse(whole), whole
+            is_first = is_first and not line.strip()
     except (ValueError, RecursionError) as error:
         if isinstance(error, UnicodeDecodeError):
             raise
