@@ -85,7 +85,7 @@ class FirstPass:
                 whole = take(batch := fetch(ids[: 2 * size]), slice(None))
                 rest, norm, draws = whole.gradient, 0.0, whole.draws or self.draws_for_batches
                 parts = [] if draws else [fetch(ids[half]) for half in halves]
-                if not draws and _is_sorted(batch, parts):
+                if parts and _is_sorted(batch, parts):
                     parts = []
                 for half, alone in zip_longest(halves, parts):
                     part = take(_twice(batch, half), half) if alone is None else take(alone, slice(None))

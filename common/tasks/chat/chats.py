@@ -275,8 +275,7 @@ def _say_unused(data: str, table: Table, read: Callable[[Row], list[Conversation
     for row in itertools.islice(table, NUM_LOOKED_AT):
         with suppress(UsageError):  # its encoding reports that
             chats += read(row)
-    roles = {message["role"] for chat in chats for message in chat.messages} - {*USUAL}
-    if roles:
+    if roles := {message["role"] for chat in chats for message in chat.messages} - {*USUAL}:
         say(f"--data {data}: messages of the role {', '.join(sorted(roles))} are not trained: answers are of assistant")
     if names := find_unused([chat for chat in chats if not chat.is_plain], template):
         found = [message.get(name) for chat in chats for message in chat.messages for name in names]
