@@ -26,8 +26,7 @@ class SamePath:
 
     def __init__(self, model: nn.Module, plan: Plan):
         place = plan.layout.rank % plan.layout.model_parallel_size
-        keys = f"path/{next(self._runs)}/{place}"
-        self._store = dist.PrefixStore(keys, dist.distributed_c10d._get_default_store())
+        self._keys = f"path/{next(self._runs)}/{place}"
         self._layout, self._again = plan.layout, plan.layout.environment.gathers_again
         self._seconds = plan.config.hang_timeout / 2 or 900.0
         self._next = defaultdict[tuple[bool, str, int], set[str]](set)  # what has followed a call
@@ -80,7 +79,8 @@ class SamePath:
 
     def _meet(self, what: str) -> bool | None:
         """Whether all processes do this; None if one has not come in time."""
-        store, size = self._store, self._layout.data_parallel_size
+        store = dist.PrefixStore(self._keys, dist.distributed_c10d._get_default_store())
+        size = self._layout.data_parallel_size
         self._number += 1
         all_, own, same = (f"{self._number}{name}" for name in ("", f" {what}", " same"))
         store.add(own, 1)
