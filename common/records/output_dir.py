@@ -40,6 +40,7 @@ class OutputDir:
     | --- | --- | --- |
     | neither checkpoints nor a model, in use or kept (`best/`) | any | starts; a path to resume from must exist |
     | checkpoints or a model; files that no run wrote | none, or a path to resume from elsewhere | is refused |
+    | a model or `best/` that no run wrote | `latest` | is refused |
     | checkpoints or a model | `--overwrite_output_dir` | marks it with `starts_over`, moves each to a `previous/` |
     | checkpoints | `latest` | continues; later ones are damaged: they are renamed |
     | checkpoints | a path in the folder | continues from there; later ones move to `previous/` |
@@ -165,19 +166,23 @@ class OutputDir:
 
     def _check_earlier(self) -> None:
         """Raises UsageError if the user must decide what to do with what is in the folder."""
-        resumed, whose = self.config.resume_from_checkpoint, "an earlier run"
-        if self.config.overwrite_output_dir or (resumed is not None and not resumes_from_elsewhere(self.config)):
+        resumed, whose, goes_on = self.config.resume_from_checkpoint, "an earlier run", ""
+        is_foreign = "command" not in read_card(self.path) and not starts_over(self.path)  # no run wrote what is there
+        is_latest, has_checkpoints = resumed == "latest", bool(checkpoints(self.path))
+        continues = (has_checkpoints or not is_foreign) if is_latest else not resumes_from_elsewhere(self.config)
+        if self.config.overwrite_output_dir or (resumed is not None and continues):
             return
         how, otherwise = "continue", "start over"
-        if resumed is not None:
+        if resumed is not None and not is_latest:
             whose, how, otherwise = f"a different run than {resumed}", "continue from there", "replace it"
-        goes_on = f"--resume_from_checkpoint latest to {how}, "
-        held = "checkpoints" if checkpoints(self.path) else "the model" if (self.path / "model").exists() else None
-        if held is None:
+        held = "checkpoints" if has_checkpoints else "the model" if (self.path / "model").exists() else None
+        if held is not None and not is_latest:
+            goes_on = f"--resume_from_checkpoint latest to {how}, "
+        elif held is None:
             names = ["best", f"{PREVIOUS}/model", f"{PREVIOUS}/best"]
-            if "command" not in read_card(self.path) and not starts_over(self.path):  # no run wrote them
+            if is_foreign and not is_latest:
                 names += ["metrics.jsonl", "run.json"]
-            held, goes_on = next((name for name in names if (self.path / name).exists()), None), ""
+            held = next((name for name in names if (self.path / name).exists()), None)
         if held is not None:
             advice = f"use {goes_on}--overwrite_output_dir to {otherwise}, or another --output_dir"
             raise UsageError(f"{self.path} holds {held} of {whose}: {advice}")
