@@ -1,6 +1,7 @@
 """The source code of a run, which its checkpoints contain: you can still explain a result when the code has changed."""
 
 import base64
+import bz2
 import io
 import lzma
 import shlex
@@ -9,7 +10,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from ..package import files_of_run, version
 from ..records.run_card import launch_command
@@ -20,7 +20,7 @@ LONG_AGO = (1980, 1, 1, 0, 0, 0)  # the same source gives the same archive
 
 @cache
 def source() -> str:
-    """A zip archive, compressed with xz, as base64: the recipe, what it imports from its folder, the config file, the
+    """A zip archive, packed with bzip2, as base64: the recipe, what it imports from its folder, the config file, the
     command that started the run, the version of this package and, unless this identifies its code, the package."""
     archive, config = io.BytesIO(), launch_option(shlex.split(launch_command()), "--config_file")
     files = files_of_run() | ({} if config is None else {f"{CONFIGS}/{Path(config).name}": Path(config)})
@@ -30,15 +30,15 @@ def source() -> str:
         for name in sorted(files, key=lambda name: (name.count("/"), name), reverse=True):  # packs best
             with suppress(OSError):  # a recipe that was typed in, or a file that is gone
                 opened.writestr(zipfile.ZipInfo(name, LONG_AGO), files[name].read_bytes())
-    of_text = {"pb": 0, "nice_len": 100, "dict_size": 1 << 22}
-    best: Any = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, **of_text}]
-    return base64.b64encode(lzma.compress(archive.getvalue(), filters=best)).decode()
+    return base64.b64encode(bz2.compress(archive.getvalue())).decode()
 
 
 def open_source(text: str) -> zipfile.ZipFile:
-    """The archive that `source` returned; earlier versions compressed each file by itself."""
+    """The archive that `source` returned; earlier versions compressed each file by itself, or with xz."""
     content = base64.b64decode(text)
-    return zipfile.ZipFile(io.BytesIO(content if content.startswith(b"PK") else lzma.decompress(content)))
+    if not content.startswith(b"PK"):
+        content = bz2.decompress(content) if content.startswith(b"BZ") else lzma.decompress(content)
+    return zipfile.ZipFile(io.BytesIO(content))
 
 
 def launch_option(words: Sequence[str], name: str) -> str | None:
