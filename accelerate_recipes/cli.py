@@ -57,7 +57,9 @@ def main() -> None:
         if type(error).__name__ == "NoArgsIsHelpError":
             sys.exit(_refused(error.format_message()))
         command = error.ctx.command_path if error.ctx else "accelerate-recipes"
-        sys.exit(_refused(f"{error.format_message().rstrip('.')}: run {command} --help"))
+        takes_flags = error.ctx and any(each.name == "flags" for each in error.ctx.command.params)
+        own = "put flags of the recipe after --, or " if takes_flags and type(error).__name__ == "NoSuchOption" else ""
+        sys.exit(_refused(f"{error.format_message().rstrip('.')}: {own}run {command} --help"))
     except RunError as error:
         _refused(str(error))
         sys.exit(error.exit_code)

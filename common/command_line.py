@@ -36,6 +36,7 @@ GROUPS = {
     "records": "log_every",
     "machine": "pipeline_stages",
 }
+OF_A_SPLIT = re.compile("--(train|training|eval|valid|validation|dev|test)_(data|dataset|file|files|path|dir)")
 OF_THE_LAUNCHER = (
     *("--config_file", "--machine_rank", "--main_process_ip", "--main_process_port", "--mixed_precision"),
     *("--num_machines", "--num_processes"),
@@ -80,7 +81,10 @@ class _Parser(argparse.ArgumentParser):
                 self.error(f"{name} belongs before the script: accelerate launch {name} ... {self.prog}")
             flags = [option for option in self._option_string_actions if option.startswith("--") and option != name]
             close = difflib.get_close_matches(name, flags, n=1)
-            self.error(f"{word}: no such flag; {f'did you mean {close[0]}?' if close else '--help lists them'}")
+            advice = f"did you mean {close[0]}?" if close else "--help lists them"
+            if "--data" in flags and OF_A_SPLIT.fullmatch(name):
+                advice = "put the files into a folder, as train.* and dev.*, and use --data FOLDER"
+            self.error(f"{word}: no such flag; {advice}")
         if getattr(values, "help", False):
             # Every process gets the same command line; one of them prints.
             if rank() == 0:

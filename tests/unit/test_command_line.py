@@ -41,6 +41,10 @@ from accelerate_recipes.common.schedule import Schedule
         ("--metric_for_best_model=", "--metric_for_best_model: expected a value, got nothing"),
         ("--overwrite_output_dir --resume_from_checkpoint latest", "use one of them; in a job that may restart"),
         ("stray", "stray: no such flag; --help lists them"),
+        (
+            "--eval-data dev.csv",
+            "--eval_data: no such flag; put the files into a folder, as train.* and dev.*, and use",
+        ),
         ("--tf32 True", "--tf32 takes no value, got 'True': leave the value out; --no_tf32 turns it off"),
         ("--seed 3 --tf32=false", "--tf32 takes no value, got 'false'"),
         ("--no-tf32 1 --seed 3", "--no_tf32 takes no value, got '1'"),

@@ -131,6 +131,7 @@ def test_a_single_file_needs_nothing_from_here(tmp_path: Path, monkeypatch: pyte
     [
         ("lst", "No such command 'lst'. Did you mean 'list'?: run accelerate-recipes --help"),
         ("list --foo", "No such option: --foo: run accelerate-recipes list --help"),
+        ("data full/train.py --data a.csv", "--data: put flags of the recipe after --, or run accelerate-recipes data"),
         ("new", "Missing argument 'recipe': run accelerate-recipes new --help"),
         ("new mnist", "Missing argument 'folder': run accelerate-recipes new --help"),
         ("new minst project", "minst: no such recipe; use one of "),
