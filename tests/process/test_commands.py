@@ -78,7 +78,9 @@ def write_what_it_reads(command: str, tmp_path: Path) -> None:
     ]
     (tmp_path / "path" / "to" / "pairs.csv").write_text("\n".join(pairs))
     tags = [*("ada B-PER\nwrites O\n", "a O\nprogram B-THING\n") * 20]
-    (tmp_path / "path" / "to" / "tags.conll").write_text("\n".join(tags))
+    for place in ("tags.conll", "conll/train.conll", "conll/dev.conll"):
+        (tmp_path / "path" / "to" / place).parent.mkdir(exist_ok=True)
+        (tmp_path / "path" / "to" / place).write_text("\n".join(tags))
     (tmp_path / "path" / "to" / "tags.jsonl").write_text('{"words": ["good", "day"], "tags": ["B-DAY", "O"]}\n' * 90)
     asked = [{"id": "1", "question": "who", "answers": [{"text": "ann", "answer_start": 0}]}]
     paragraphs = [{"context": f"ann has seen {number} bees", "qas": asked} for number in range(40)]
@@ -101,6 +103,8 @@ def write_what_it_reads(command: str, tmp_path: Path) -> None:
         execute([*ACCELERATE_LAUNCH, "--config_file", config, "--main_process_port", "0", *words], tmp_path, tmp_path)
     if "--against mnist.json" in command:
         execute(["accelerate-recipes", "verify", "recipes/mnist.py", "--record", "mnist.json"], tmp_path, tmp_path)
+    if "mine/train.py" in command:
+        execute(["accelerate-recipes", "new", "token_classification", "mine", "--config", "ddp"], tmp_path, tmp_path)
     write_models(command, tmp_path / "path" / "to")
 
 
