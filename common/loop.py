@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import closing
+from functools import partial
 from typing import Unpack
 
 import torch
@@ -21,7 +22,7 @@ from .launch.start import ObservedAccelerator
 from .parallel.strategies import check_trainable
 from .records.output_dir import OutputDir
 from .records.recorder import Recorder
-from .step.guards import check_same_start, freeze_what_is_not_trained
+from .step.guards import check_same_order, check_same_start, freeze_what_is_not_trained
 from .step.lazy import with_sizes
 from .step.options import FitOptions
 from .step.refusals import check_given
@@ -80,7 +81,8 @@ def fit(
         facts = freeze_what_is_not_trained(accelerator, model, optimizer)
         check = ParityCheck(setup, checkpoint, group, facts)
         engine, after_saves = check.engine, check.after_saves
-        stream = batches(setup.train_set, plan.micro_batches(state.step), accelerator.device, config)
+        samples = plan.micro_batches(state.step, partial(check_same_order, group))
+        stream = batches(setup.train_set, samples, accelerator.device, config)
         recorder = Recorder(engine, output_dir, state, facts)
         checkpoint.load_rest(engine, recorder.unrecorded)
         evaluation = Evaluation(engine, state, watch)

@@ -118,12 +118,14 @@ class Plan:
             )
         return order
 
-    def micro_batches(self, first_step: int = 0) -> Iterator[Samples]:
+    def micro_batches(
+        self, first_step: int = 0, check: Callable[[int, torch.Tensor], None] | None = None
+    ) -> Iterator[Samples]:
         """This process's samples from optimizer step `first_step` to the end of the run.
 
         The samples of step k depend only on the seed and k: `batch_size` ids of that epoch's order, from
         position `k % steps_per_epoch * batch_size`. In rows of `micro_batch_size` ids, micro-batch m of
-        data-parallel rank p is row m * data_parallel_size + p.
+        data-parallel rank p is row m * data_parallel_size + p. `check` gets each epoch and the order of a sampler.
 
         Yields:
             `accumulation` micro-batches per optimizer step, each of `micro_batch_size` samples.
@@ -133,6 +135,8 @@ class Plan:
             if step // self.steps_per_epoch != epoch:
                 epoch = step // self.steps_per_epoch
                 order = self.epoch_order(epoch)[: self.steps_per_epoch * self.config.batch_size]
+                if check is not None and self.sampler is not None:
+                    check(epoch, order)
                 shape = (self.steps_per_epoch, self.accumulation, self.layout.data_parallel_size, self.micro_batch_size)
                 rows = order.view(shape)[:, :, self.layout.data_parallel_rank]
             for ids in rows[step % self.steps_per_epoch]:

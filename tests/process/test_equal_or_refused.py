@@ -109,6 +109,7 @@ DRAWN: dict[tuple[str, str], str | None] = {
     ("collate_fn masks", "deepspeed_zero3"): None,
     ("set with_its_own_generator", "ddp"): '"x" of sample',
     ("sampler weighted", "ddp"): None,
+    ("sampler least_read_first", "ddp"): "the sampler returns another order in process 1 than in process 0, in epoch 1",
     ("sampler with_its_own_generator", "ddp"): "the sampler returns a different order when it is called again",
     (
         "optimizer norm_of_all_gradients",

@@ -2,6 +2,7 @@
 
 import os
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ WIDTH = int(os.environ.get("USERS_WIDTH", 16))  # tests/large sets it
 LENGTH, VOCABULARY, PIXELS, FRAMES = 8, 32, 32, 64
 OWN = torch.Generator().manual_seed(3)
 NUMPY_OWN = numpy.random.default_rng(3)
+READ = Counter[int]()  # how often this process has read each sample
 
 
 class Samples(Dataset):
@@ -30,6 +32,7 @@ class Samples(Dataset):
         return len(self.x)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        READ[index] += 1
         x, tokens = self.x[index], self.tokens[index]
         return {"x": x, "y": x.sin().sum(), "tokens": tokens[:-1], "next": tokens[1:], "label": int(tokens[0]) % 2}
 
@@ -132,4 +135,5 @@ SAMPLERS: dict[str, Callable[[int, torch.Generator], Any]] = {
     "of_numpy": lambda epoch, generator: numpy.random.permutation(32),
     "of_torch": lambda epoch, generator: torch.randperm(32),
     "with_its_own_generator": lambda epoch, generator: NUMPY_OWN.permutation(32),
+    "least_read_first": lambda epoch, generator: sorted(range(32), key=lambda index: READ[index] * (epoch > 0)),
 }
