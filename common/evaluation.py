@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,12 +41,13 @@ class Evaluation:
             name of a set, unless it is "", begins the names of its metrics.
         state: the run's state.
         watch: the run's watch; a stop request ends an evaluation early.
+        translating: a context for the recipe's `summarize` and `examples`, as of `ParityCheck`.
 
     Attributes:
         metrics: the metrics of the last evaluation; empty before the first.
     """
 
-    def __init__(self, engine: Engine, state: TrainState, watch: Watch):
+    def __init__(self, engine: Engine, state: TrainState, watch: Watch, translating: Callable[[], Any] = nullcontext):
         eval_sets = engine.setup.eval_sets
         parts = [f"{len(part):,} for evaluation{f' ({name})' if name else ''}" for name, part in eval_sets.items()]
         say(f"{engine.plan.num_samples:,} training samples, {', '.join(parts)}")
@@ -53,7 +55,7 @@ class Evaluation:
         device = CPU if engine.plan.config.num_workers else engine.accelerator.device  # a worker reads on the CPU
         # Moves the sets once, not in each evaluation.
         self.eval_sets = {name: resident(eval_set, device) for name, eval_set in eval_sets.items()}
-        self.watch = watch
+        self.watch, self._translating = watch, translating
         self.metrics: Metrics = {}
         self._has_said = False
         if (name := engine.plan.config.metric_for_best_model) is not None:
@@ -96,7 +98,8 @@ class Evaluation:
                 return None
             means, values = results
             seed_forward(config.seed, EVALUATION, SUMMARY, engine.accelerator.device)
-            reported = summarize(means) | ({} if examples is None else examples(values))
+            with self._translating():
+                reported = summarize(means) | ({} if examples is None else examples(values))
             prefix = f"{key}/" if key else ""
             metrics |= {f"{prefix}{name}": _number(name, value) for name, value in reported.items()}
             if config.save_predictions and engine.accelerator.is_main_process:
@@ -188,7 +191,8 @@ def evaluate_set(
             if not keeps and batch_loss is None:  # predictions of many dimensions would fill the memory needlessly
                 values = {name: value for name, value in values.items() if value.ndim == 1}
             weight = batch.get("weight", torch.ones(size, device=device))
-            put(rows, index, num_passes, values | {SAMPLE_WEIGHT: weight})
+            # Only the last stage of a pipeline has values, and the weights that they have after forward_step.
+            put(rows, index, num_passes, values | ({SAMPLE_WEIGHT: weight} if values else {}))
     rows = engine.share_values(rows)
     for name in (name for name, each in rows.items() if each.ndim > 2):  # predictions, longer in other processes
         sizes = torch.tensor(rows[name].shape[2:], device=device)

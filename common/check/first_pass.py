@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from ..data.sets import Batch, NumberedStep
+from ..data.sets import Batch, NumberedStep, copied_batch
 from ..errors import UsageError
 from ..plan import Plan
 from ..seeds import EVALUATION, generator_states, restore_generators, seed_forward
@@ -228,12 +228,11 @@ def _twice(batch: Batch, half: slice) -> Batch:
 
 def evaluate_batch(model: nn.Module, evaluate: Pass, batch: Batch, step: int, trains: bool = False) -> Values:
     """The values of `forward_step` in evaluation, or training (`trains`). Changes neither the batch nor a generator."""
-    kept = {name: value.clone() if isinstance(value, Tensor) else value for name, value in batch.items()}
-    device = next(value.device for value in kept.values() if isinstance(value, Tensor))
+    device = next(value.device for value in batch.values() if isinstance(value, Tensor))
     mode = nullcontext() if trains else evaluating(model)
     with _no_new_weights(model), torch.set_grad_enabled(trains), mode, restore_generators(device):
         seed_forward(0, EVALUATION, 0, device)
-        return evaluate(kept, step)
+        return evaluate(copied_batch(batch), step)
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..alone.kept import NotChecked
+from ..alone.walk import Entry, Walk
 from ..checkpoint.resume import Checkpoint
 from ..cpu_group import CpuGroup
 from ..data.batches import draws_for_batches
@@ -62,7 +63,7 @@ class ParityCheck:
         self._reference: Reference | None = None  # only the main process has one
         self._rehearsal: Rehearsal | None = None  # only the main process has one
         self._rehearsed: list[int] = []  # numbers of the steps of the rehearsal
-        self._left: list[Any] | None = None  # the state before an evaluation
+        self._left: tuple[list[Any], list[Entry]] | None = None  # the state before an evaluation
         self._error: str | None = None  # of one process
         self._block_sizes: dict[int, dict[PlaceInRow, tuple[int, ...]]] = {}  # of each step
         self._seconds = 0.0  # the time that the check took
@@ -75,7 +76,7 @@ class ParityCheck:
         draws = (self._first_pass.draws or self._first_pass.draws_for_batches) if self.numbers else None
         facts |= {"checked_steps": len(self.numbers), "draws": draws}
         self._observer = Observer(None if self.numbers else self._first_pass)
-        with self._translating():
+        with self.translating(True):
             self.engine = prepare(self._observer.watch(setup))
         self._evaluate, self.engine.evaluate = self.engine.evaluate, self.evaluate  # type: ignore[method-assign]
         self.after_saves = AfterSaves(self.engine, group, config.check_every if is_wrapped else 0)
@@ -129,15 +130,21 @@ class ParityCheck:
         """`Engine.step` with the parity check. An error in a step gets its samples as a note. Raises UsageError if the
         result differs from one process, or if an error occurs only with several processes."""
         ids = lambda: torch.cat(self.plan.own_samples(number)).tolist()  # noqa: E731
-        if self._left is not None and any(self.group.all_gather(self._left != self._state())):
-            self.accelerator.print("an evaluation changed the model or the optimizer: later steps are not compared")
-            self._rehearsed = []
-        with self._translating(number in self.numbers):
+        if self._left is not None:
+            state, entries = self._left
+            has_changed = state != self._state() or any(entry.find_changes() for entry in entries)
+            if any(self.group.all_gather(has_changed)):
+                what = "the model, the optimizer, or what summarize or examples keeps"
+                self.accelerator.print(f"an evaluation changed {what}: later steps are not compared")
+                self._rehearsed = []
+        with self.translating(number in self.numbers):
             try:
                 with annotate_errors(lambda: f"step {number + 1}, {list_samples(ids())}"):
                     result = self._take_step(number, micro_batches, wants_norm)
                     is_later_compared = max(self._rehearsed, default=0) > number
-                    self._left = self._state() if is_later_compared and self.plan.evaluates(number + 1) else None
+                    self._left = None
+                    if is_later_compared and self.plan.evaluates(number + 1):
+                        self._left = self._state(), self._kept_by_functions()
                     return result
             except Exception as error:
                 if number == self.first and (mixed := mixed_types(error, self.engine.module, micro_batches[0])):
@@ -151,6 +158,12 @@ class ParityCheck:
             for group in self.engine.optimizer.param_groups
         ]
         return [repr(groups), *map(int, self.engine.replicas.bits().values())]
+
+    def _kept_by_functions(self) -> list[Entry]:
+        walk = Walk()
+        for name in ("summarize", "examples"):
+            walk.visit(self._setup.options.get(name))
+        return walk.entries
 
     def _take_step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
         if number in self.numbers:
@@ -168,11 +181,11 @@ class ParityCheck:
 
     def evaluate(self, batch: Batch, number: int) -> dict[str, Tensor]:
         """`Engine.evaluate`. Raises UsageError if an error occurs only with several processes."""
-        with self._translating(number in self.numbers):
+        with self.translating(number in self.numbers):
             return self._evaluate(batch, number)
 
     @contextmanager
-    def _translating(self, is_checked: bool = True) -> Iterator[None]:
+    def translating(self, is_checked: bool = False) -> Iterator[None]:
         """Turns an exception that one process did not raise, or, in a later pass, one from a package, into one line."""
         try:
             yield

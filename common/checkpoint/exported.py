@@ -16,11 +16,14 @@ from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ..cpu_group import CpuGroup
 from ..errors import RunError, UsageError
 from ..failure import line_of
 from ..files import give_usual_mode, replacing
+from ..parallel.deepspeed import zero_stage
 from ..records.run_card import read_card
 from ..step.engine import Engine
 from ..step.setup import Setup
@@ -45,10 +48,17 @@ def try_export(setup: Setup, group: CpuGroup) -> None:
         size = sum(weight.numel() * kind.itemsize for weight, kind in zip(weights, types))
         disk = shutil.disk_usage(output_dir)
         try:
-            with TemporaryDirectory(dir=output_dir) as folder:
+            with TemporaryDirectory(dir=output_dir) as folder, _Reads(module) as reads:
                 _write_small_files(module, Path(folder), dtype, setup.options.get("export"))
         except Exception as error:  # any error: `export` is the recipe's
             line = f"the model could not be exported after the last step ({line_of(error)}): correct this first"
+        else:
+            layout = setup.plan.layout
+            if reads.name and (layout.tp * layout.pp * layout.dp_shard > 1 or zero_stage(layout.environment) == 3):
+                line = (
+                    f"export reads {reads.name}, and {layout} divides the weights: read them after fit, from "
+                    f"{output_dir / 'model'}"
+                )
         if disk.total and size > disk.free:  # some file systems do not say how large they are
             line = (
                 f"--output_dir {output_dir} has room for {disk.free / 1e9:,.3f} GB, but the exported model takes "
@@ -56,6 +66,18 @@ def try_export(setup: Setup, group: CpuGroup) -> None:
             )
     if (line := group.broadcast(line)) is not None:
         raise UsageError(line)
+
+
+class _Reads(TorchDispatchMode):
+    """Notes the name of a tensor of the module that the code in the `with` block reads."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.name, self._names = "", {id(tensor): name for name, tensor in checkpoint_tensors(module).items()}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.name = next((self._names[id(each)] for each in tree_leaves(args) if id(each) in self._names), self.name)
+        return function(*args, **(kwargs or {}))
 
 
 def export_model(engine: Engine, folder: Path) -> str | None:

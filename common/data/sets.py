@@ -23,6 +23,11 @@ Metrics = dict[str, float]
 Examples = dict[str, torch.Tensor]  # {name: values of `forward_step` for all samples of an evaluation set}
 
 
+def copied_batch(batch: Batch) -> Batch:
+    """A copy, which `forward_step` may change."""
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+
 class MapDataset(Protocol):
     """A map-style dataset from any library."""
 

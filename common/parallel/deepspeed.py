@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, recursively_apply
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ..config import RunConfig
 from ..environment import Environment, check_compiler
@@ -123,6 +124,11 @@ def check_packages(layout: Layout, config: RunConfig) -> None:
 def check_weights(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
     """Refuses weights that DeepSpeed would silently cast, to float32 or fewer bits in bf16, or that it cannot send."""
     kept = (torch.float32, *(LOW_PRECISION if plan.layout.precision != "float32" else ()))
+    if any(bool(each.any()) for each in tree_leaves([*optimizer.state.values()]) if isinstance(each, Tensor)):
+        raise UsageError(
+            "the optimizer has taken steps before fit, and DeepSpeed begins with an empty state",
+            "use --config_file accelerate_configs/fsdp2.yaml, or make a new optimizer after these steps",
+        )
     for name, weight in model.named_parameters():
         if not weight.ndim:
             raise UsageError(

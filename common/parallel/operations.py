@@ -56,10 +56,18 @@ class Operations(OperationTrace):
         self.mark(output, self.of(tree_leaves((args, named))) if is_norm else Origins([name] * is_column))
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
         schema, given = function._schema, [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         if self._inside or not (origins := self.of(given)):
-            return result
+            return function(*args, **(kwargs or {}))
+        may_draw = torch.Tag.nondeterministic_seeded in function.tags  # attention does only if it has dropout
+        states = generator_states(given[0].device) if may_draw else None
+        result = function(*args, **(kwargs or {}))
+        if may_draw and generator_states(given[0].device) != states:
+            raise UsageError(
+                "something between two layers of the tp_plan draws random numbers "
+                f"({schema.name.removeprefix('aten::')}), and each process would draw them for its own features",
+                "leave it out, or use --config_file accelerate_configs/fsdp2.yaml",
+            )
         if self._is_training and not torch.is_grad_enabled():  # in an autograd.Function: its backward pass is not seen
             self.note(f"{schema.name.removeprefix('aten::')} without gradients", (args, kwargs))
         if torch.Tag.pointwise not in function.tags:

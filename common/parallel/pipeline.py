@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from ..config import RunConfig
-from ..data.sets import Batch, as_numbered_step
+from ..data.sets import Batch, as_numbered_step, copied_batch
 from ..errors import Edit, UsageError
 from ..layout import Layout
 from ..plan import Plan
@@ -174,6 +174,8 @@ class PipelineEngine(Engine):
                 weight.data = Absent(weight, "").numbers.to(weight)
         for group in setup.optimizer.param_groups:
             group["params"] = [weight for weight in group["params"] if weight in kept]
+        for other in setup.optimizer.state.keys() - kept:  # of steps before fit
+            del setup.optimizer.state[other]
         for stage in stages.values():
             compile_if_asked(stage, setup.plan, stage.layers)
             division.apply(Part(stage.model, stage))
@@ -219,9 +221,9 @@ class PipelineEngine(Engine):
         losses = [torch.zeros((), device=self.device) for _ in micro_batches]
         metrics: list[Values] = [{} for _ in micro_batches]
 
-        def run(index: int, model: nn.Module) -> Tensor:
+        def run(place: int, index: int, model: nn.Module) -> Tensor:
             batch = micro_batches[index]
-            loss, metrics[index] = self._loss(number, index, batch, self.forward_step(model, batch, number))
+            loss, metrics[index] = self._loss(number, index, batch, self._take_step(place, model, batch, number))
             losses[index] = loss.detach()
             return loss * scale.to(loss)
 
@@ -229,7 +231,7 @@ class PipelineEngine(Engine):
             stage = self.stages[place]
             if is_forward:
                 self._seed(number, index)
-                stage.shape, stage.run = shapes[index], partial(run, index)
+                stage.shape, stage.run = shapes[index], partial(run, place, index)
             # Replicas of shards sum their gradients after the last micro-batch.
             elif sum_over_replicas := getattr(stage, "set_requires_all_reduce", None):  # of FSDP2
                 sum_over_replicas(index == len(micro_batches) - 1)
@@ -254,7 +256,7 @@ class PipelineEngine(Engine):
             shape = self._shape_of(batch, number)
         for index, process in self._process_of.items():
             if stage := self.stages.get(index):
-                stage.shape, stage.run = shape, lambda model: self.forward_step(model, batch, number)
+                stage.shape, stage.run = shape, partial(self._take_step, index, batch=batch, number=number)
                 # Each stage draws the same numbers.
                 with restore_generators(self.device):
                     hidden = result = stage(hidden)
@@ -275,9 +277,17 @@ class PipelineEngine(Engine):
         if index is not None:
             self._seed(number, index)
         self._entry.train(self.model.training)
-        own = {name: each.clone() if isinstance(each, Tensor) else each for name, each in batch.items()}  # may change
+        own = copied_batch(batch)
         hidden = leave_before_layers(lambda model: self._unchecked_step(model, own, number), self._entry, is_entry=True)
         return hidden.shape, hidden.dtype
+
+    def _take_step(self, place: int, model: nn.Module, batch: Batch, number: int) -> Values:
+        """`forward_step` of a stage. It may change the batch, and another stage of this process takes it afterwards."""
+        before = None if place == max(self.stages) else copied_batch(batch)
+        try:
+            return self.forward_step(model, batch, number)
+        finally:
+            batch |= before or {}
 
     def _holders_of(self, name: str) -> list[int]:
         stages = self._cut.stages_of.get(name, self._process_of)  # each has what get_extra_state returns

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from accelerate_recipes.cli import main
 from support.launching import fork
+from support.runs import refused
 
 SCRIPT = "tests/scripts/side_files.py"
 FILES = ["labels.txt", "model.safetensors", "words.txt"]
@@ -35,6 +36,13 @@ def test_export_that_fails_at_once_is_refused(tmp_path: Path) -> None:
     line = "error: the model could not be exported after the last step (ValueError: the words are gone (side_files.py:"
     assert line in run.stderr and "correct this first" in run.stderr and run.card["exit_code"] == 2
     assert not (run.output_dir / "metrics.jsonl").exists() and not [*run.output_dir.glob("tmp*")]
+
+
+def test_export_that_reads_divided_weights_is_refused(tmp_path: Path) -> None:
+    run = fork(tmp_path / "run", "fsdp2", SCRIPT, "--reads", succeeds=False)
+    assert "export reads weight, and FSDP2 divides the weights: read them after fit, from " in refused(run)
+    ddp = fork(tmp_path / "ddp", "ddp", SCRIPT, "--reads")
+    assert (ddp.output_dir / "model" / "words.txt").read_text() == f"{float(ddp.weights['weight'].norm()):.4f}"
 
 
 def test_weights_without_room_are_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A recipe whose `export` fails from one of its calls on."""
+"""A recipe whose `export` fails from one of its calls on, or reads the weights."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ class Config(RunConfig):
     learning_rate: float = 1e-2
     log_every: int = 2
     fails: int = flag(99, "number of the first call of export that fails, from 0")
+    reads: bool = flag(False, "whether export writes the norm of a weight")
     width: int = flag(1, "millions of elements of a weight that takes no memory, because it is one that is expanded")
 
 
@@ -41,7 +42,7 @@ def main(config: Config) -> None:
         (folder / "labels.txt").write_text("zero")
         if len(calls) > config.fails:
             raise ValueError("the words are gone")
-        (folder / "words.txt").write_text("one two")
+        (folder / "words.txt").write_text(f"{float(model.weight.norm()):.4f}" if config.reads else "one two")
 
     data = Pairs(torch.randn(12, 3, generator=torch.Generator().manual_seed(0)))
     optimizer = torch.optim.SGD(model.parameters(), config.learning_rate)

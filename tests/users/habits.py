@@ -342,6 +342,7 @@ HABITS: dict[str, Callable[[], nn.Module]] = {
     "gate_between": lambda: Net(between=gated, widens=2),
     "mean_between": lambda: Net(between=lambda hidden: hidden - hidden.mean(-1, keepdim=True)),
     "noise_between": lambda: Net(between=lambda hidden: hidden + 0.3 * torch.randn_like(hidden)),
+    "no_noise_yet_between": lambda: Net(between=lambda hidden: hidden + 0.0 * torch.randn_like(hidden)),
     "alpha_dropout_between": lambda: Net(between=nn.AlphaDropout(0.3)),
     "dropout_by_name_between": lambda: Net(between=lambda hidden: dropout_by_name(hidden, 0.3)),
     "flip_between": lambda: Net(between=lambda hidden: hidden.flip(-1)),

@@ -290,7 +290,19 @@ def schedule_free(model: nn.Module) -> torch.optim.Optimizer:
 OF_MODEL: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     one.__name__: one for one in (clips_gradients, clips_weights, rates_by_attribute, rates_by_weights, schedule_free)
 }
+
+
+def of_earlier_steps(weights: list[nn.Parameter]) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(weights, lr=3e-2, momentum=0.9)
+    for weight in weights:
+        weight.grad = 0.1 * weight.detach()
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
 OTHERS: dict[str, Build] = {
+    "of_earlier_steps": of_earlier_steps,
     "head_only": lambda weights: torch.optim.AdamW(weights[-2:], lr=3e-3),
     "strange_weight": lambda weights: torch.optim.AdamW([*weights, nn.Parameter(torch.zeros(3))], lr=3e-3),
     "two": lambda weights: [torch.optim.SGD(weights[:2], lr=3e-2), torch.optim.SGD(weights[2:], lr=3e-2)],  # type: ignore
