@@ -1,6 +1,7 @@
 """The error of a run whose first steps differ from one process."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from ..alone.kept import Changes
 from ..layout import Layout
@@ -47,7 +48,8 @@ def verdict(
     values = where == "forward" or any(what in ("value", "eval") for what, _ in gaps)
     only_weights = not values and not where and ("norm", "") not in gaps
     causes = _causes_in_the_recipe(first_pass, reference.changes, getattr(setup.accelerator, "asked", {}), gaps)
-    cause = _cause_in_a_sample(steps, reference.steps[number]) or next(causes, None)
+    cause = _cause_in_a_sample(steps, reference.steps[number])
+    cause = cause or next((cause for cause, applies in causes.items() if applies), None)
     if cause is None and values and number == min(reference.steps):
         cause = _cause_of_values(where, first_pass.draws, layout)
     elif cause is None:
@@ -91,41 +93,27 @@ def _cause_in_a_sample(steps: Sequence[Step], expected: Step) -> str | None:
 
 def _causes_in_the_recipe(
     first: FirstPass, changes: Changes, asked: Mapping[str, str], gaps: Mapping[Key, Gap]
-) -> Iterator[str]:
-    """Mistakes in the recipe that make results differ between layouts, and what to type; the likeliest first."""
-    for name in first.written:
-        yield (
-            f"the forward pass changes {name}, but each process sees different samples, or with tensor parallelism "
-            "different features: do it outside the forward pass"
-        )
-    for name in changes.generators:
-        yield (
-            f"forward_step or the model has its own random generator, {name}: draw from those of torch, numpy or "
-            "random, which are seeded for each micro-batch"
-        )
-    for what, place in asked.items():
-        if "gather" in what or "reduce" in what:
-            yield (
-                f"forward_step calls {what} ({place}): return the values of its own samples; losses and metrics are "
-                "means over the samples of all processes already"
-            )
-        else:
-            yield (
-                f"the recipe asks for {what} ({place}): leave that out; the loss is the mean over the samples of all "
-                "processes already"
-            )
-    for name in first.keeps:
-        yield (
-            f"forward_step or a layer changes {name} when it is called, and each process calls it less often than "
-            "a single process: give forward_step a third argument, step, the number of the optimizer step"
-        )
-    for one, other in [changes.sharing[name] for _, name in gaps if name in changes.sharing]:
-        yield (
-            f"{one} and {other} share their data, but are two tensors, and the config gives each its own: make them "
-            "one tensor, as in b.weight = a.weight"
-        )
-    if first.low_weights:
-        yield f"the weights are {first.low_weights}, and each update is rounded to few bits: make them float32"
+) -> dict[str, Any]:
+    """{cause: whether it applies} of mistakes in the recipe, with what to type; the likeliest first."""
+    written, generator, kept = (next(iter(each), "") for each in (first.written, changes.generators, first.keeps))
+    what, place = next(iter(asked.items()), ("", ""))
+    one, other = next((changes.sharing[name] for _, name in gaps if name in changes.sharing), ("", ""))
+    asks = f"forward_step calls {what} ({place}): return the values of its own samples; losses and metrics are means"
+    if not ("gather" in what or "reduce" in what):
+        asks = f"the recipe asks for {what} ({place}): leave that out; the loss is the mean"
+    return {
+        f"the forward pass changes {written}, but each process sees different samples, or with tensor parallelism "
+        "different features: do it outside the forward pass": first.written,
+        f"forward_step or the model has its own random generator, {generator}: draw from those of torch, numpy or "
+        "random, which are seeded for each micro-batch": changes.generators,
+        f"{asks} over the samples of all processes already": asked,
+        f"forward_step or a layer changes {kept} when it is called, and each process calls it less often than a single "
+        "process: give forward_step a third argument, step, the number of the optimizer step": first.keeps,
+        f"{one} and {other} share their data, but are two tensors, and the config gives each its own: make them one "
+        "tensor, as in b.weight = a.weight": one,
+        f"the weights are {first.low_weights}, and each update is rounded to few bits: make them "
+        "float32": first.low_weights,
+    }
 
 
 def _cause_of_values(where: str, draws: bool, layout: Layout) -> str:
