@@ -52,7 +52,7 @@ class Evaluation:
         parts = [f"{len(part):,} for evaluation{f' ({name})' if name else ''}" for name, part in eval_sets.items()]
         say(f"{engine.plan.num_samples:,} training samples, {', '.join(parts)}")
         self.engine, self.options, self.state = engine, engine.setup.options, state
-        device = CPU if engine.plan.config.num_workers else engine.accelerator.device  # a worker reads on the CPU
+        device = CPU if engine.plan.config.num_workers else engine.device  # a worker reads on the CPU
         # Moves the sets once, not in each evaluation.
         self.eval_sets = {name: resident(eval_set, device) for name, eval_set in eval_sets.items()}
         self.watch, self._translating = watch, translating
@@ -97,7 +97,7 @@ class Evaluation:
             if (results := evaluate_set(engine, eval_set, poll, keeps, self.state.step)) is None:
                 return None
             means, values = results
-            seed_forward(config.seed, EVALUATION, SUMMARY, engine.accelerator.device)
+            seed_forward(config.seed, EVALUATION, SUMMARY, engine.device)
             with self._translating():
                 reported = summarize(means) | ({} if examples is None else examples(values))
             prefix = f"{key}/" if key else ""
@@ -175,7 +175,7 @@ def evaluate_set(
     The last passes are padded with samples that are not counted. `poll` is called before each pass, and must return the
     same in all processes. The means come from the values of all samples in their order, so that no layout changes them.
     If the values are kept, integers, such as class ids, have no mean. A `batch_loss` has its own metrics."""
-    plan, batch_loss, device = engine.plan, engine.batch_loss, engine.accelerator.device
+    plan, batch_loss, device = engine.plan, engine.batch_loss, engine.device
     size, num_samples = plan.micro_batch_size, len(eval_set)
     num_passes = -(-num_samples // (size * plan.layout.data_parallel_size))
     # Ids past the end are padding.

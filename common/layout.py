@@ -1,6 +1,7 @@
 """The layout: how the processes of a run share the model and the samples."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from .environment import Environment
 
@@ -30,12 +31,12 @@ class Layout:
     def __str__(self) -> str:
         return self.title
 
-    @property
+    @cached_property
     def model_parallel_size(self) -> int:
         """The number of processes that share the same samples. They have consecutive ranks."""
         return self.tp * self.sp * self.pp
 
-    @property
+    @cached_property
     def data_parallel_size(self) -> int:
         """The number of data-parallel ranks, each with different samples."""
         return self.num_processes // self.model_parallel_size
@@ -45,7 +46,7 @@ class Layout:
         """The number of processes over which gradients are averaged: the loss is multiplied by it. 1: a sum."""
         return self.num_processes if self.takes_means else 1
 
-    @property
+    @cached_property
     def data_parallel_rank(self) -> int:
         """This process's data-parallel rank."""
         return self.rank // self.model_parallel_size

@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeGuard
 
 import torch
@@ -60,7 +60,7 @@ class DeepSpeedEngine(Engine):
         if self._looks:
             self.trained.note(weight)
 
-    @property
+    @cached_property
     def _own_optimizer(self) -> torch.optim.Optimizer:
         return self.model.optimizer.optimizer
 
@@ -191,12 +191,11 @@ class DeepSpeedEngine(Engine):
                     state[slot] = torch.zeros_like(flat)
         if slots:
             self._link_states()
-        device = self.accelerator.device
         for name, weight in weights.items():
-            _set_whole(weight, None, reader.tensor(f"model.{name}").to(device))
+            _set_whole(weight, None, reader.tensor(f"model.{name}").to(self.device))
         for key, (weight, slot) in slots.items():
             if slot != "step" and reader.tensors[key]["shape"]:
-                _set_whole(weight, slot, reader.tensor(key).to(device))
+                _set_whole(weight, slot, reader.tensor(key).to(self.device))
 
     def _whole(self, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, nn.Parameter):

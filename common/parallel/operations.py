@@ -94,10 +94,10 @@ def watched(engine: Engine, styles: Mapping[str, str]) -> NumberedStep:
     known, seen, draws = {True: set[str](), False: set[str]()}, set[Any](), set[bool]()
 
     def step(model: Any, batch: Batch, number: int) -> dict[str, Tensor]:
-        is_training, states = torch.is_grad_enabled(), generator_states(engine.accelerator.device)
+        is_training, states = torch.is_grad_enabled(), generator_states(engine.device)
         is_first = number < first.setdefault(is_training, number) + max(1, plan.config.check_steps)
         values = passed(model, batch, number, is_training, is_first)
-        if generator_states(engine.accelerator.device) != states and is_training not in draws:
+        if generator_states(engine.device) != states and is_training not in draws:
             if not is_first:
                 raise UsageError(
                     f"a pass draws random numbers in step {number + 1}, such as dropout, but the first steps' passes "

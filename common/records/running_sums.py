@@ -38,7 +38,7 @@ class RunningSums:
 
         In float64 a sum of float32 numbers is usually exact: it does not depend on how the samples were divided. Raises
         DriftError if processes that hold the same weights no longer agree."""
-        accelerator, layout, device = engine.accelerator, engine.plan.layout, engine.accelerator.device
+        accelerator, layout, device = engine.accelerator, engine.plan.layout, engine.device
         own = {TOTAL_WEIGHT: _total(self.weights, device), "loss": _total(self.losses, device)}
         for name in dict.fromkeys(name for values in self.metrics for name in values):
             own[name] = _total([values[name] for values in self.metrics if name in values], device)

@@ -7,12 +7,11 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from ..data.sets import Batch
 from ..errors import UsageError
 from ..layout import Layout
 from ..plan import Plan
 from ..seeds import COMPARISON, restore_generators, seed_forward
-from .guards import check_no_weights
+from .guards import graph_of, leaves_of
 from .values import check_metrics
 
 Values = dict[str, Tensor]
@@ -68,7 +67,11 @@ class BatchLoss:
             leaves = {name: value.detach().requires_grad_(value.is_floating_point()) for name, value in values.items()}
             metrics = self(leaves, step)
             total = (metrics["loss"] * values.get(SAMPLE_WEIGHT, 1)).sum()
-        check_no_weights(total, leaves.values())
+        if others := leaves_of(graph_of([total])) - {*leaves.values()}:  # their gradients would be lost
+            raise UsageError(
+                f"batch_loss uses a weight of shape {tuple(others.pop().shape)} that is not among its values: return "
+                "it from the model and from forward_step, expanded to (batch, ...)"
+            )
         sources = [name for name, leaf in leaves.items() if leaf.requires_grad and name != SAMPLE_WEIGHT]
         found = torch.autograd.grad(total, [leaves[name] for name in sources], allow_unused=True)
         gradients = {name: gradient for name, gradient in zip(sources, found) if gradient is not None}
@@ -79,26 +82,6 @@ class BatchLoss:
         size = self.plan.micro_batch_size
         starts = range(0, self.plan.config.batch_size, size)
         return [{name: value[start : start + size].detach() for name, value in values.items()} for start in starts]
-
-
-@torch.no_grad()
-def first_pass(forward: Callable[[int, Batch], Values], micro_batches: Sequence[Batch], module: nn.Module) -> Values:
-    """The values of all micro-batches, each of shape (micro-batches, micro_batch, ...), by `forward`: (number of the
-    micro-batch, micro-batch) -> values of `forward_step`. The buffers of `module`, such as BatchNorm's, are restored,
-    because the second pass changes them again."""
-    kept = [
-        (layer, name, buffer, buffer.clone())
-        for layer in module.modules()
-        for name, buffer in layer._buffers.items()
-        if buffer is not None
-    ]
-    rows: Values = {}
-    for index, batch in enumerate(micro_batches):
-        weight = {SAMPLE_WEIGHT: batch["weight"]} if "weight" in batch else {}
-        put(rows, index, len(micro_batches), forward(index, batch) | weight)
-    for layer, name, buffer, value in kept:
-        layer._buffers[name] = buffer.copy_(value)
-    return rows
 
 
 def put(rows: Values, index: int, num: int, values: Values) -> None:

@@ -25,14 +25,14 @@ from ..weights.shards import (
     shards_of,
     whole,
 )
-from .batch_loss import Share, Values, first_pass, gather
+from .batch_loss import SAMPLE_WEIGHT, Share, Values, gather, put
 from .ema import EMA
 from .optimizer import choose_fused_kernels, follow_split_groups, step_if_finite
 from .optimizer_state import Numbers, as_tensor, load_optimizer
 from .replicas import Replicas
 from .setup import Setup
 from .trained import Trained
-from .values import weighted_metrics, weighted_sum
+from .values import weighted
 
 
 @dataclass
@@ -60,6 +60,7 @@ class Engine:
             optimizer = setup.accelerator.prepare_optimizer(setup.optimizer)
         self.setup, self.accelerator, self.plan = setup, setup.accelerator, setup.plan
         self.model, self.optimizer = model, optimizer  # as the strategy and Accelerate wrapped them
+        self.device = setup.accelerator.device
         choose_fused_kernels(setup.accelerator, self._own_optimizer)
         forward_step, self.batch_loss = setup.check_functions(model)
         self.forward_step = forward_step if setup.watched is None else setup.watched(forward_step)
@@ -77,7 +78,7 @@ class Engine:
         decay = self.plan.config.ema_decay
         self.ema = EMA(self._updated_tensors(), decay, self._after_swap) if decay else None
         # Made once: a copy stalls a GPU.
-        self._num_averaged = torch.tensor(float(self.plan.layout.num_averaged), device=self.accelerator.device)
+        self._num_averaged = torch.tensor(float(layout.num_averaged), device=self.device)
         self._mean_scale = self._num_averaged / self.plan.config.batch_size
 
     def step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
@@ -152,10 +153,10 @@ class Engine:
     @contextmanager
     def _draws_for_all_weights(self, number: int) -> Iterator[None]:
         """Seeds an optimizer that draws random numbers. Raises UsageError if it draws for some of the weights."""
-        seed_forward(self.plan.config.seed, number, UPDATE, self.accelerator.device)
-        before = generator_states(self.accelerator.device) if self._divides else None
+        seed_forward(self.plan.config.seed, number, UPDATE, self.device)
+        before = generator_states(self.device) if self._divides else None
         yield
-        if before is not None and generator_states(self.accelerator.device) != before:
+        if before is not None and generator_states(self.device) != before:
             what = f"a hook of its step, draws random numbers in step {number + 1}, and {self.plan.layout} divides"
             raise UsageError(f"the optimizer, or {what} the weights: use --config_file accelerate_configs/ddp.yaml")
 
@@ -185,32 +186,36 @@ class Engine:
 
     def _first_pass(self, number: int, micro_batches: Sequence[Batch]) -> None:
         """With a `batch_loss`, finds the shares of these micro-batches in the loss of the global batch. One micro-batch
-        of one process is the whole batch: one pass is enough."""
+        of one process is the whole batch: one pass is enough. Restores the buffers, such as BatchNorm's: the second
+        pass changes them again."""
         if self.batch_loss is None or self.plan.layout.num_processes * self.plan.accumulation == 1:
             return
-
-        def forward(index: int, batch: Batch) -> dict[str, Tensor]:
-            self._seed(number, index)
-            return self.evaluate(batch, number)
-
-        values = self.share_values(first_pass(forward, micro_batches, self.model))
-        whole = {name: gather(self.accelerator, self.plan.layout, rows) for name, rows in values.items()}
+        buffers = [(layer, name, each) for layer in self.model.modules() for name, each in layer._buffers.items()]
+        rows: Values = {}
+        with torch.no_grad():
+            kept = [(layer, name, each, each.clone()) for layer, name, each in buffers if each is not None]
+            for index, batch in enumerate(micro_batches):
+                weight = {SAMPLE_WEIGHT: batch["weight"]} if "weight" in batch else {}
+                self._seed(number, index)
+                put(rows, index, len(micro_batches), self.evaluate(batch, number) | weight)
+            for layer, name, buffer, value in kept:
+                layer._buffers[name] = buffer.copy_(value)
+        values = self.share_values(rows)
+        whole = {name: gather(self.accelerator, self.plan.layout, own) for name, own in values.items()}
         shares = self.batch_loss.shares(whole, number)
         self.shares = [shares[self.plan.row(index)] for index in range(self.plan.accumulation)]
 
     def _loss(self, number: int, index: int, batch: Batch, values: Values) -> tuple[Tensor, Values]:
         """(the sum of weight × loss, 0-dim; the other metrics) of micro-batch `index`, from `forward_step`'s values."""
         if self.shares:
-            share = self.shares[index]
-            loss = weighted_sum(share.metrics["loss"], batch) + share.connection(values)
-            return loss, weighted_metrics(share.metrics, batch)
-        metrics = values if self.batch_loss is None else self.batch_loss(values, number)
-        return weighted_sum(metrics["loss"], batch), weighted_metrics(metrics, batch)
+            loss, metrics = weighted(self.shares[index].metrics, batch)
+            return loss + self.shares[index].connection(values), metrics
+        return weighted(values if self.batch_loss is None else self.batch_loss(values, number), batch)
 
     def _seed(self, number: int, index: int) -> None:
         """Seeds dropout for the forward pass of this process's micro-batch `index` in step `number`."""
         self.row = self.plan.row(index)
-        seed_forward(self.plan.config.seed, number, self.row, self.accelerator.device)
+        seed_forward(self.plan.config.seed, number, self.row, self.device)
 
     def _sums_gradients(self, is_last: bool) -> AbstractContextManager[None]:
         """The context of a micro-batch's passes: after the last one of a step, gradients are summed over the replicas.
@@ -236,7 +241,7 @@ class Engine:
         """(name in the recipe's module, module) of what this process runs."""
         return self.module.named_modules()
 
-    @property
+    @cached_property
     def _own_optimizer(self) -> torch.optim.Optimizer:
         """The optimizer that the recipe made, without wrappers."""
         wrapped = self.optimizer

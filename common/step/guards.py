@@ -108,15 +108,6 @@ def always_calls(model: nn.Module, values_of: NumberedStep) -> NumberedStep:
     return calling
 
 
-def check_no_weights(loss: Tensor, values: Iterable[Tensor]) -> None:
-    """Raises UsageError if a loss has gradients for tensors that are not among these values: they would be lost."""
-    if others := leaves_of(graph_of([loss])) - set(values):
-        raise UsageError(
-            f"batch_loss uses a weight of shape {tuple(others.pop().shape)} that is not among its values: return it "
-            "from the model and from forward_step, expanded to (batch, ...)"
-        )
-
-
 def check_all_used(trained: Mapping[str, Tensor], values: Sequence[Tensor]) -> None:
     """Raises UsageError for a trained weight that does not affect these values of a forward pass. One process leaves
     such a weight unchanged; DDP and FSDP wait for its gradient, and ZeRO applies weight decay to it."""

@@ -83,21 +83,13 @@ def follow_split_groups(optimizer: torch.optim.Optimizer) -> None:
 def step_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor | float | None) -> None:
     """Takes a step of an optimizer, unless the norm of the gradient is known and not finite. Reading the norm would
     stall a GPU. There fused kernels look at it, as under torch's loss scaler; any other optimizer takes the step, and
-    the run ends a step later."""
+    the run ends a step later. Raises UsageError if it needs a closure, or a different kind of gradients."""
     is_read = not isinstance(grad_norm, Tensor) or grad_norm.device.type == "cpu"
-    if grad_norm is None or (is_read and math.isfinite(grad_norm)):
-        _step(optimizer)
-    elif not is_read:
-        looks: Any = optimizer if optimizer.defaults.get("fused") else None
-        if looks is not None:
-            looks.grad_scale, looks.found_inf = None, 1 - torch.as_tensor(grad_norm).isfinite().float()
-        _step(optimizer)
-        if looks is not None:
-            del looks.grad_scale, looks.found_inf
-
-
-def _step(optimizer: torch.optim.Optimizer) -> None:
-    """A step of an optimizer. Raises UsageError if it needs a closure, or a different kind of gradients."""
+    if grad_norm is not None and is_read and not math.isfinite(grad_norm):
+        return
+    looks: Any = optimizer if not is_read and optimizer.defaults.get("fused") else None
+    if looks is not None:
+        looks.grad_scale, looks.found_inf = None, 1 - torch.as_tensor(grad_norm).isfinite().float()
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     sparse = any(weight.grad is not None and weight.grad.is_sparse for weight in weights)
     if sparse and type(optimizer) is torch.optim.SGD:  # its fused kernel refuses these
@@ -121,3 +113,5 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
                 "embedding and torch.optim.Adam",
             ) from None
         raise
+    if looks is not None:
+        del looks.grad_scale, looks.found_inf

@@ -106,15 +106,14 @@ def _advice(name: str, value: Tensor, size: int) -> str:
     return f"{advice}; {more}"
 
 
-def weighted_sum(loss: Tensor, batch: Batch) -> Tensor:
-    """Sum of a micro-batch's losses, each times its weight if the batch has weights."""
-    return (loss * batch["weight"]).sum() if "weight" in batch else loss.sum()
-
-
-def weighted_metrics(values: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-    """The other values of `forward_step` times the weights of the batch, without integers such as class ids."""
+def weighted(values: dict[str, Tensor], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    """(the sum of a micro-batch's losses, 0-dim; its other metrics, without integers such as class ids), each times its
+    weight if the batch has weights."""
+    loss = values["loss"]
     metrics = {name: value.detach() for name, value in values.items() if name != "loss" and is_metric(value)}
-    return {name: value * batch["weight"] for name, value in metrics.items()} if "weight" in batch else metrics
+    if (weight := batch.get("weight")) is None:
+        return loss.sum(), metrics
+    return (loss * weight).sum(), {name: value * weight for name, value in metrics.items()}
 
 
 def is_metric(value: Tensor) -> bool:
