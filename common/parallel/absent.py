@@ -24,6 +24,7 @@ class Absent(Tensor):
     is_trained = False  # whether the weight that it stands for has requires_grad
     twin: Tensor | None = None  # the weight, if another stage of this process has it
     home: Any = None  # the stage with whose model it is
+    _is_param = False  # for `isinstance(weight, nn.Parameter)`
     in_front = False  # whether a pass has not reached the layers of its stage: then it may write what is dropped
 
     @staticmethod
@@ -40,8 +41,7 @@ class Absent(Tensor):
     @classmethod
     def weight(cls, weight: Tensor, name: str, device: torch.device, dtype: torch.dtype | None = None) -> "Absent":
         self: Any = cls(torch.empty((), dtype=dtype or weight.dtype, device=device).expand(weight.shape), name)
-        self._is_param = True  # for `isinstance(weight, nn.Parameter)`
-        self.is_trained = weight.requires_grad
+        self._is_param, self.is_trained = True, weight.requires_grad
         return self
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -94,7 +94,7 @@ class Absent(Tensor):
         self.requires_grad_(value)
 
     def requires_grad_(self, requires_grad: bool = True) -> "Absent":
-        if requires_grad != self.is_trained and getattr(self, "_is_param", False):
+        if requires_grad != self.is_trained and self._is_param:
             raise self.refusal(f"changes requires_grad of {self.origin} after fit began")
         return self
 

@@ -107,7 +107,7 @@ class Stage(nn.Module):
     shape: tuple[torch.Size, torch.dtype] | None = None  # of the hidden states that the next stage expects
     running: "Stage | None" = None  # of the stages of this process, the one whose pass began last; None: no pass runs
     _states: list[Any] | None = None  # of the generators, before the first layer of a pass
-    _returned: Tensor | None = None  # by the last layer
+    _returned: tuple[Tensor, int] | None = None  # by the last layer, and the version
     others: Mapping[Tensor, str] = {}  # {weight of the other stage here: its name}, to look for in a pass
 
     def __init__(self, model: nn.Module, cut: Cut, index: int, device: torch.device):
@@ -115,7 +115,7 @@ class Stage(nn.Module):
         self.model, self.is_last = model, index == len(cut.bounds) - 2
         layers, names = [*map(model.get_submodule, cut.chain)], [*cut.chain]
         start, stop = cut.bounds[index : index + 2]
-        self.layers, self._received, self._num_given = layers[start:stop], torch.empty(0), 0
+        self.layers, self._received, self._num_given, self._has_gradients = layers[start:stop], torch.empty(0), 0, False
         self._before, self._device = names[start - 1] if start else "", device
         self.layers[0].register_forward_pre_hook(self._before_layers, prepend=True)
         here = {module for layer in self.layers for module in layer.modules()}
@@ -140,7 +140,7 @@ class Stage(nn.Module):
         Stage.running, self._states, self._returned = self, None, None
         with in_front(bool(self._before)):
             values = self.run(self.model) if self.is_last else leave_before_layers(self.run, self.model)
-        if self._returned is not None and (self._returned is not values or values._version != self._version):
+        if self._returned is not None and (self._returned[0] is not values or self._returned[1] != values._version):
             raise _other_path("changes the hidden states between two layers")  # both stages would do it
         self._returned = None  # torch may exchange a tensor that nothing else refers to
         if self._before and self._num_given != 1:
@@ -180,8 +180,8 @@ class Stage(nn.Module):
         if not is_again and self._states not in (None, generator_states(self._device)):
             raise draws(type(self.model).__name__)
         if not is_again and not self.is_last:
-            self._returned = output if isinstance(output, Tensor) else output[0]
-            self._version = self._returned._version
+            hidden = output if isinstance(output, Tensor) else output[0]
+            self._returned = hidden, hidden._version
 
     def _give(self, *args: Any, **named: Any) -> Tensor:
         Absent.in_front = False

@@ -29,6 +29,8 @@ class LongSequences:
         self.group: SequenceGroup | None = None  # the processes that share the tokens; until `divide`
         self._length = 0
         self._documents: Tensor | None = None
+        self._attend: Any = None  # the model's own functions, from `divide` on
+        self._mask: Any = None
 
     def check(self, size: int) -> None:
         """Raises UsageError if `size` processes cannot share the tokens of a sample."""
@@ -83,7 +85,6 @@ class LongSequences:
             mask_function = and_masks(mask_function, packed_sequence_mask_function(self._documents))
             allow_is_causal_skip = False
         given |= {"q_length": self._length, "kv_length": self._length, "attention_mask": None}
-        assert self._mask is not None
         return self._mask(mask_function=mask_function, allow_is_causal_skip=allow_is_causal_skip, **given)
 
     def _attend_to_all(
