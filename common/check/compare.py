@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..step.engine import Engine
 from ..weights.shards import local, range_of
@@ -15,7 +15,6 @@ from .trace import Step
 
 # ("value", its name), ("eval", its name), ("norm", ""), ("weight", its name), ("replica", name of a weight)
 Key = tuple[str, str]
-OfMicroBatches = Mapping[int, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -31,16 +30,14 @@ def step_gaps(step: Step, expected: Step, rank: int = 0) -> dict[Key, Gap]:
     """The differences of the values of `forward_step` and of the norm of the gradient."""
     text = f"the norm of the gradient is {step.grad_norm:.7g}, {expected.grad_norm:.7g} on one process"
     size = abs(step.grad_norm - expected.grad_norm) / max(abs(expected.grad_norm), 1e-30)
-    gaps = _value_gaps(step.values, expected.values, step.ids, rank, "value", "")
-    gaps |= _value_gaps(step.evaluated, expected.evaluated, step.ids, rank, "eval", " in evaluation")
-    return gaps | {("norm", ""): Gap(size, text)}
+    gaps = {("norm", ""): Gap(size, text)}
+    return _value_gaps(step, expected, rank, "value") | _value_gaps(step, expected, rank, "eval") | gaps
 
 
-def _value_gaps(
-    steps: OfMicroBatches, reference: OfMicroBatches, ids: Mapping[int, list[int]], rank: int, kind: str, when: str
-) -> dict[Key, Gap]:
+def _value_gaps(step: Step, one: Step, rank: int, kind: str) -> dict[Key, Gap]:
     """The largest difference of each value of `forward_step`, relative to the value or to a larger mean."""
-    gaps: dict[Key, Gap] = {}
+    steps, reference = (each.values if kind == "value" else each.evaluated for each in (step, one))
+    gaps, when = dict[Key, Gap](), " in evaluation" * (kind == "eval")
     for row, values in steps.items():
         if values.keys() != (expected := reference[row]).keys():
             text = f"forward_step returns {', '.join(values)} in process {rank}, {', '.join(expected)} on one process"
@@ -56,11 +53,8 @@ def _value_gaps(
             at = int(sizes.nan_to_num(math.inf).argmax())
             if (size := float(sizes.nan_to_num(math.inf)[at])) > gaps.get((kind, name), Gap(-1.0)).size:
                 element = int(distances[at].abs().nan_to_num(math.inf).argmax())
-                text = (
-                    f'"{name}" of sample {ids[row][at]}{when} is {float(value[at, element]):.7g} in process {rank}, '
-                    f"{float(other[at, element]):.7g} on one process"
-                )
-                gaps[kind, name] = Gap(size, text)
+                both = f"{float(value[at, element]):.7g} in process {rank}, {float(other[at, element]):.7g}"
+                gaps[kind, name] = Gap(size, f'"{name}" of sample {step.ids[row][at]}{when} is {both} on one process')
     return gaps
 
 

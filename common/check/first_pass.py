@@ -21,8 +21,6 @@ from ..step.batch_loss import Values
 from ..step.engine import evaluating
 from .sketch import Sketch
 
-Pass = Callable[[Batch, int], Values]  # of a batch, in the step with a number
-
 
 @dataclass
 class FirstPass:
@@ -183,12 +181,9 @@ class Outcome:
 
 def outcome_of(model: nn.Module, values_of: NumberedStep, step: int, trains: bool, batch: Batch, own: slice) -> Outcome:
     """The outcome of a batch, in which only the samples of `own` count."""
-    found = list[tuple[Tensor, bool, bool, list[str]]]()
-
-    def noted(batch: Batch, step: int) -> Values:
+    with one_pass(model, batch, trains) as batch:
         device = next(value.device for value in batch.values() if isinstance(value, Tensor))
-        states = [generator_states(device)]
-        buffers = _buffers(model)
+        states, buffers = [generator_states(device)], _buffers(model)
         whole = {name: batch[name] for name in {"weight"} & {*batch}} | values_of(model, batch, step)
         written = _changed(buffers, model)
         values = {name: value[own] for name, value in whole.items()}
@@ -198,10 +193,9 @@ def outcome_of(model: nn.Module, values_of: NumberedStep, step: int, trains: boo
         weights = [weight for weight in model.parameters() if weight.requires_grad]
         gradients = torch.autograd.grad(sums, weights, materialize_grads=True) if sums else ()
         sketches = torch.cat([torch.zeros(1), *(Sketch.of(each).sums for each in gradients if not each.is_sparse)])
-        found.append((sketches, states[0] != states[1], states[1] != generator_states(device), written))
-        return {name: value.detach() for name, value in values.items()}
-
-    return Outcome(evaluate_batch(model, noted, batch, step, trains), *found[0])
+        states.append(generator_states(device))
+    values = {name: value.detach() for name, value in values.items()}
+    return Outcome(values, sketches, states[0] != states[1], states[1] != states[2], written)
 
 
 def _is_sorted(batch: Batch, parts: Sequence[Batch]) -> bool:
@@ -226,13 +220,14 @@ def _twice(batch: Batch, half: slice) -> Batch:
     return {name: torch.cat([part] * 2) if isinstance(part, Tensor) else part * 2 for name, part in parts.items()}
 
 
-def evaluate_batch(model: nn.Module, evaluate: Pass, batch: Batch, step: int, trains: bool = False) -> Values:
-    """The values of `forward_step` in evaluation, or training (`trains`). Changes neither the batch nor a generator."""
+@contextmanager
+def one_pass(model: nn.Module, batch: Batch, trains: bool = False) -> Iterator[Batch]:
+    """A `with` block for a pass in evaluation, or training (`trains`), on a copy of the batch. Keeps the generators."""
     device = next(value.device for value in batch.values() if isinstance(value, Tensor))
     mode = nullcontext() if trains else evaluating(model)
     with _no_new_weights(model), torch.set_grad_enabled(trains), mode, restore_generators(device):
         seed_forward(0, EVALUATION, 0, device)
-        return evaluate(copied_batch(batch), step)
+        yield copied_batch(batch)
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:

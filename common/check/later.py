@@ -19,7 +19,6 @@ from ..records.running_sums import TOTAL_WEIGHT, RunningSums
 from ..step.engine import Engine, StepResult
 from ..weights.on_disk import with_full_weights
 from .compare import Key, step_gaps
-from .first_pass import FirstPass
 from .reference import ROUNDINGS, Perturbed, ReferenceRun
 from .tolerances import BF16, LATER, TRAJECTORY_TIMES_FLOOR
 from .trace import Step
@@ -40,9 +39,9 @@ class Rehearsal:
     keeps: str  # names of buffers, and of values in layers, that the first steps changed
 
     @classmethod
-    def take(cls, run: ReferenceRun, first: Step, first_pass: FirstPass, number: int) -> "Rehearsal | None":
-        """Takes the later steps of a run that begins with step `number`; None if none is cheap enough."""
-        plan = run.setup.plan
+    def take(cls, run: ReferenceRun, first: Step) -> "Rehearsal | None":
+        """Takes the later steps of a run with this first step; None if none is cheap enough."""
+        plan, number = run.setup.plan, run.numbers[0]
         later = {min(step, plan.num_steps - number) for step in STEPS} - {*range(plan.config.check_steps + 1)}
         numbers = [number + step - 1 for step in sorted(later) if run.seconds * step * 2 <= MAX_SECONDS]
         # Later steps may follow evaluations, which are not repeated here.
@@ -52,9 +51,9 @@ class Rehearsal:
             return None
         # The run will show an error, with the step and its samples. Weights on disk stay there, as in other processes.
         with suppress(Exception), with_full_weights(run.setup.model):
-            steps = run.steps(numbers, None, compares=first_pass, first=number)
+            steps = run.steps(numbers, None, compares=run.first_pass, first=number)
             moved = Perturbed.take(run, numbers, ROUNDINGS[0], number).steps
-            held = [*first_pass.written, *(run.changes.in_model if run.changes else ())][:2]
+            held = [*run.first_pass.written, *(run.changes.in_model if run.changes else ())][:2]
             return cls(steps, moved, first, run.is_low, " or ".join(held))
         return None
 
@@ -96,7 +95,8 @@ class AfterSaves:
     def __init__(self, engine: Engine, group: CpuGroup, every: int):
         self._engine, self._plan, self._group, self._every = engine, engine.plan, group, every
         self.numbers = range(0)  # of the steps that are compared next
-        self._own, self._path = dict[int, tuple[float, float]](), Path()
+        self._own, self._path, self._folder = dict[int, tuple[float, float]](), Path(), Path()
+        self._process: subprocess.Popen[bytes] | None = None  # one process, in its own folder
         self._num_checks, self._with = 0, ExitStack()  # of the process that runs now
 
     def start(self, step: int, finish: Callable[[], Path | None]) -> None:
@@ -149,7 +149,7 @@ class AfterSaves:
         ends = time.monotonic() + min(600.0, self._plan.config.hang_timeout / 2 or 600.0)
         alone, path = dict[int, tuple[float, float]](), self._folder / "metrics.jsonl"
         while not self._own.keys() <= alone.keys():
-            is_over = self._process.poll() is not None  # before its records are read
+            is_over = self._process is None or self._process.poll() is not None  # before its records are read
             text = path.read_text() if path.exists() else ""
             records = [json.loads(line) for line in text.split("\n")[:-1]]  # the complete ones
             alone = {each["step"]: (each["train/loss"], each["grad_norm"]) for each in records if "grad_norm" in each}

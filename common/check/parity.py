@@ -71,8 +71,9 @@ class ParityCheck:
         self._first_pass = FirstPass(draws_for_batches=is_cut and draws_for_batches(setup.train_set))
         self._say_what_was_asked()
         if self.numbers:
-            with self._time():
-                self._take_reference(ReferenceRun(setup, checkpoint))
+            began = time.monotonic()
+            self._take_reference(ReferenceRun(setup, checkpoint, self.numbers, self._first_pass))
+            self._seconds += time.monotonic() - began
         draws = (self._first_pass.draws or self._first_pass.draws_for_batches) if self.numbers else None
         facts |= {"checked_steps": len(self.numbers), "draws": draws}
         self._observer = Observer(None if self.numbers else self._first_pass)
@@ -96,10 +97,10 @@ class ParityCheck:
         device = self.accelerator.device
         if self.accelerator.is_main_process:
             try:
-                self._reference = take_reference(run, self.numbers, self._first_pass)
+                self._reference = take_reference(run)
                 if (lines := not_repeated(self._reference)) is not None:
                     raise UsageError(lines)
-                self._rehearsal = Rehearsal.take(run, self._reference.steps[self.first], self._first_pass, self.first)
+                self._rehearsal = Rehearsal.take(run, self._reference.steps[self.first])
                 self._rehearsed = [] if self._rehearsal is None else [*self._rehearsal.steps]
                 self._block_sizes = {key: step.modules.block_sizes for key, step in self._reference.steps.items()}
             except (NotChecked, UsageError) as reason:
@@ -229,8 +230,9 @@ class ParityCheck:
         with gradients_of(engine._own_optimizer, lambda: engine.saved_tensors().items()) as gradients:
             evaluates = "" if self._first_pass.moves else self._first_pass.evaluation_at(number, self.numbers)
             own, result = self._observer.step(engine, number, micro_batches, evaluates, modules)
-        with self._time():
-            self._compare(number, own, gradients)
+        began = time.monotonic()
+        self._compare(number, own, gradients)
+        self._seconds += time.monotonic() - began
         if number == self.numbers[-1]:
             engine.replicas.compare_buffers(self.group)
             self.facts["check_seconds"] = round(self._seconds, 3)
@@ -276,8 +278,8 @@ class ParityCheck:
         found = {name: Sketch.of(gradient) for name, gradient in self.engine.each_whole(gradients)}
         ends = ""
         if reference is not None:
-            where = FirstDifference(reference, number, self.plan, traces, found, own.grad_norm)
-            ends = verdict(gaps, number, steps, reference, self._setup, self._first_pass, where.find)
+            search = FirstDifference(reference, number, self.plan, traces, found, own.grad_norm)
+            ends = verdict(gaps, steps, search, self._setup, self._first_pass)
         raise UsageError(self.group.broadcast(ends))
 
     def _weight_gaps(self, number: int) -> tuple[dict[Key, Gap], dict[str, float]]:
@@ -289,12 +291,6 @@ class ParityCheck:
                 gaps["weight", name] = weight_gap(name, Sketch.of(weight), after[name], before[name])
                 updates[name] = (after[name] - before[name]).norm
         return gaps, updates
-
-    @contextmanager
-    def _time(self) -> Iterator[None]:
-        started = time.monotonic()
-        yield
-        self._seconds += time.monotonic() - started
 
 
 def mixed_types(error: Exception, model: nn.Module, batch: Batch) -> str | None:

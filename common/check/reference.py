@@ -31,7 +31,7 @@ from ..step.setup import Setup
 from ..stopping import signals
 from ..weights.on_disk import with_full_weights
 from ..weights.shards import checkpoint_tensors
-from .first_pass import FirstPass, evaluate_batch, outcome_of
+from .first_pass import FirstPass, one_pass, outcome_of
 from .modules import ModuleTrace
 from .sketch import BLOCK, Sketch, random_signs
 from .tolerances import BF16, LATER
@@ -47,11 +47,11 @@ class ReferenceRun:
 
     setup: Setup  # of the run
     checkpoint: Checkpoint  # the start of the run; its weights are loaded
+    numbers: range  # of the steps that are checked
+    first_pass: FirstPass  # of the first of them
     is_low: bool = False  # whether a layer computed with fewer bits than float32; set by the first steps
     changes: Changes | None = None  # what the first steps changed in the recipe's objects
     seconds: float = math.inf  # that the fastest step took
-    numbers: Sequence[int] = ()  # of the steps that are checked
-    first_pass: FirstPass = field(default_factory=FirstPass)  # of the first of them
 
     @property
     def rounds_weights(self) -> bool:
@@ -112,7 +112,8 @@ class ReferenceRun:
                 else:
                     engine.step(number, micro_batches, wants_norm=False)
                 if change is not None and plan.evaluates(number + 1):  # as in the run; what that changes later is noise
-                    evaluate_batch(model, engine.evaluate, micro_batches[0], number)
+                    with one_pass(model, micro_batches[0]) as batch:
+                        engine.evaluate(batch, number)
                 changes.step = number if number > every[0] else None  # a first step is 0, as other numbers are
                 self.seconds = min(self.seconds, time.monotonic() - began)
             if compares is not None:
@@ -250,10 +251,10 @@ class Reference:
     again: Step = field(default_factory=Step)  # the first step once more, after all was restored
 
 
-def take_reference(run: ReferenceRun, numbers: range, first_pass: FirstPass) -> Reference:
-    """Takes the steps with these numbers. Afterwards restores model, optimizer and the recipe's functions. Raises
+def take_reference(run: ReferenceRun) -> Reference:
+    """Takes the steps that are checked. Afterwards restores model, optimizer and the recipe's functions. Raises
     NotChecked if the check is not possible, and UsageError if `forward_step` cannot be repeated."""
-    setup, run.numbers, run.first_pass = run.setup, numbers, first_pass
+    setup, numbers, first_pass = run.setup, run.numbers, run.first_pass
     num_bytes = sum(weight.nbytes for weight in setup.model.parameters())
     _check_possible(setup, num_bytes, is_resumed=numbers[0] > 0)
     try:

@@ -18,7 +18,7 @@ from ..parallel.strategies import strategies_of
 from ..step.engine import Engine, StepResult
 from ..step.guards import check_all_used
 from ..step.setup import Setup
-from .first_pass import FirstPass, checksums, evaluate_batch
+from .first_pass import FirstPass, checksums, one_pass
 from .modules import ModuleTrace
 from .sketch import Sketch
 
@@ -45,7 +45,7 @@ class Step:
 class Observer:
     first_pass: FirstPass | None  # filled by the first forward pass of a first step; None: something else has filled it
     layout: Layout | None = None  # of a run that this one repeats on one process; None: the engine's own
-    _own: Step | None = None  # what the step has done so far
+    _step: tuple[Step, Engine, Sequence[Batch]] | None = None  # what it has done so far, and its micro-batches
 
     def watch(self, setup: Setup) -> Setup:
         """The setup of an engine that this object can watch."""
@@ -59,12 +59,12 @@ class Observer:
         own.ids = {plan.row(index): ids.tolist() for index, ids in enumerate(plan.own_samples(number))}
         if evaluates == "before":
             own.evaluated = _evaluated(engine, micro_batches[0], number)
-        self._own, self._engine, self._micro_batches = own, engine, micro_batches
+        self._step = own, engine, micro_batches
         try:
             with nullcontext() if modules is None else modules.watch(engine):
                 result = engine.step(number, micro_batches, wants_norm=True)
         finally:
-            self._own, self._micro_batches = None, ()
+            self._step = None
         for index, share in enumerate(engine.shares):
             if (row := plan.row(index)) in own.values:  # not in the first stages of a pipeline
                 own.values[row] |= on_cpu(share.metrics)
@@ -75,17 +75,17 @@ class Observer:
 
     def _observe(self, values_of: NumberedStep, model: Any, batch: Batch, number: int) -> dict[str, Tensor]:
         """A call of `forward_step`. In a pipeline it ends where the next stage begins, except in the last."""
-        if (own := self._own) is None:
+        if self._step is None:
             return values_of(model, batch, number)
-        engine = self._engine
-        index = next(index for index, other in enumerate(self._micro_batches) if other is batch)
-        row, first_pass = engine.plan.row(index), None if own.samples else self.first_pass
-        watches = first_pass is not None and isinstance(model, nn.Module)
-        device, own.samples[row] = engine.accelerator.device, checksums(batch)
+        own, engine, micro_batches = self._step
+        index = next(index for index, other in enumerate(micro_batches) if other is batch)
+        row, first_pass = engine.plan.row(index), self.first_pass
+        first_pass = None if own.samples or not isinstance(model, nn.Module) else first_pass
+        own.samples[row] = checksums(batch)
         module = engine.module if model is engine.model else model  # in a pipeline, the module of a stage
-        is_whole = watches and model is engine.model  # in a pipeline, backward passes begin in here
+        is_whole = first_pass is not None and model is engine.model  # in a pipeline, backward passes begin in here
         gradients = [(weight, weight.grad) for weight in module.parameters()] if is_whole else []
-        with first_pass.watch(module, device) if first_pass and watches else nullcontext():
+        with nullcontext() if first_pass is None else first_pass.watch(module, engine.device):
             values = values_of(model, batch, number)
         if any(weight.grad is not before for weight, before in gradients):
             raise UsageError(
@@ -110,7 +110,9 @@ class Observer:
 
 
 def _evaluated(engine: Engine, batch: Batch, number: int) -> dict[int, dict[str, Tensor]]:
-    values = engine.share_values(evaluate_batch(engine.model, engine.evaluate, batch, number))
+    with one_pass(engine.model, batch) as own:
+        values = engine.evaluate(own, number)
+    values = engine.share_values(values)
     return {0: on_cpu(values)} if engine.plan.row(0) == 0 else {}
 
 

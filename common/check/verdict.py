@@ -1,6 +1,6 @@
 """The error of a run whose first steps differ from one process."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..alone.kept import Changes
@@ -8,6 +8,7 @@ from ..layout import Layout
 from ..parallel.strategies import main_strategy, strategies_of
 from ..step.setup import Setup
 from .compare import Gap, Key
+from .first_difference import FirstDifference
 from .first_pass import FirstPass
 from .noise import what_does_not_repeat
 from .reference import Reference
@@ -29,20 +30,15 @@ CAUSES = {
 
 
 def verdict(
-    gaps: Mapping[Key, Gap],
-    number: int,
-    steps: Sequence[Step],
-    reference: Reference,
-    setup: Setup,
-    first_pass: FirstPass,
-    find: Callable[[str], tuple[str, str]],
+    gaps: Mapping[Key, Gap], steps: Sequence[Step], search: FirstDifference, setup: Setup, first_pass: FirstPass
 ) -> str:
-    """Names the first of these differences, where it begins, and its likely cause. `steps`: step `number`
-    as each process took it, the main process first; `find`: the method of a FirstDifference."""
+    """Names the first of these differences, where it begins, and its likely cause. `steps`: the step of `search` as
+    each process took it, the main process first."""
     order, layout = ("value", "eval", "norm", "weight", "replica"), setup.plan.layout
+    reference, number = search.reference, search.number
     first = min(gaps, key=lambda key: (order.index(key[0]), key != ("value", "loss")))
     lines = [f"{layout} does not give the result of one process: in step {number + 1}, {gaps[first].text}"]
-    where, line = find(first[0])
+    where, line = search.find(first[0])
     lines += [f"  {line}"] if line else []
     where = where or "eval" * all(what == "eval" for what, _ in gaps)
     values = where == "forward" or any(what in ("value", "eval") for what, _ in gaps)
