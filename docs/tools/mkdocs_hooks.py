@@ -37,7 +37,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             raise FileNotFoundError(f"{page.file.src_uri} links to {target}, which is not there")
         if repository := os.environ.get("GITHUB_REPOSITORY"):
             return f"[{label}](https://github.com/{repository}/blob/main/{path.relative_to(ROOT)})"
-        return label if label.startswith("`") else f"{label} (`{path.relative_to(ROOT)}`)"
+        name = f"`{path.relative_to(ROOT)}`"
+        if label.strip("`") == path.name:
+            return name
+        return label if label.startswith("`") else f"{label} ({name})"
 
     blocks = re.split(r"(```.*?```)", markdown, flags=re.DOTALL)  # code has brackets, too
     link = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)")
