@@ -1,5 +1,5 @@
 """Promise: a run that divides a model in several ways at once gives the result of one process, or is refused; its
-collectives are those of the table in docs/parallelism-details.md."""
+collectives are those of the table in docs/collectives.md."""
 
 import json
 import re
@@ -118,7 +118,7 @@ def assert_same(run: Run, expected: Run) -> None:
 
 
 def collectives(product: Product, num_micro_batches: int, stage: int) -> Counter[str]:
-    """What a process of a stage takes in a step, by the table in docs/parallelism-details.md."""
+    """What a process of a stage takes in a step, by the table in docs/collectives.md."""
     stages, tp, sp, ep = (product.size(axis) for axis in ("pipeline of", "TP", "SP", "EP"))
     replicas, is_sharded = product.size("DDP") * product.size("HSDP"), bool(re.search("FSDP2|HSDP", product.title))
     layers, micro, is_tied = NUM_LAYERS // stages, num_micro_batches, "--model tied" in product.model
