@@ -52,7 +52,7 @@ def at_fit(
         run = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", errors="replace")
         if not result.exists():
             lines = (run.stderr.strip() or run.stdout.strip() or "it printed nothing").splitlines()
-            why = f"{script} does not reach its call of fit: {lines[-1]}"
+            why = f"{script} stops before it calls fit: {lines[-1]}"
             if (made := Path(f"{result}.bytes")).exists():
                 size = int(made.read_text())
                 if size < psutil.virtual_memory().available / 2:  # a recipe may load a copy

@@ -1,4 +1,4 @@
-"""`accelerate-recipes export`: makes a model from a checkpoint, in one process, in the memory of one file."""
+"""`accelerate-recipes export`: turns a checkpoint into a model, in one process, with the memory of one file."""
 
 import json
 import shutil

@@ -24,7 +24,7 @@ def check_folder(path: Path, name: str = "") -> None:
             raise UsageError(f"{_named(path, name)} is a link that leads nowhere: use another")
         place = next(place for place in (path.absolute(), *path.absolute().parents) if _is_there(place))
         if not place.is_dir():
-            what = "is a file" if place == path.absolute() else f"cannot be made, {place} is a file"
+            what = "is a file" if place == path.absolute() else f"cannot be created: {place} is a file"
             raise UsageError(f"{_named(path, name)} {what}: use another")
         with TemporaryFile(dir=place):  # try it: more than file modes can forbid it
             return
@@ -42,7 +42,7 @@ def check_new_file(path: Path, name: str, mark: str = "") -> None:
         if _is_there(path):
             with path.open("rb") as file:
                 if (start := file.read(1000)) and mark.encode() not in start:
-                    raise UsageError(f"{named} is there, and this command has not made it: use another name")
+                    raise UsageError(f"{named} exists, and this command did not create it: use another name")
         if not path.parent.is_dir():
             raise UsageError(f"{named}: there is no folder {path.parent}; create it, or use another path")
     check_folder(path.parent, name)

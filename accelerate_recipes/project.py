@@ -84,7 +84,7 @@ def _check_pair(script: Path, config: Path) -> None:
         raise UsageError(f"--config {config.stem}: a single file was not verified under it; {advice}")
     if flags_for(script.stem, config.stem) is None:
         fitting = [path.stem for path in bundle.configs() if flags_for(script.stem, path.stem) is not None]
-        raise UsageError(f"--config {config.stem}: {script.name} has no plan for it; use one of {', '.join(fitting)}")
+        raise UsageError(f"--config {config.stem}: {script.name} does not support it; use one of {', '.join(fitting)}")
 
 
 def _write(project: Path, script: Path, configs: list[Path], own_loop: bool, vendor: bool) -> None:

@@ -105,7 +105,7 @@ class _Parser(argparse.ArgumentParser):
         is_set = "LOCAL_RANK is not set" if local_rank is None else f"LOCAL_RANK is {local_rank}"
         self.error(
             f"--{OF_OLD_LAUNCHERS}={given} comes from an old launcher, but {is_set}: start with accelerate launch or "
-            "torchrun, and leave it out"
+            "torchrun, and remove it"
         )
 
     def error(self, message: str) -> typing.NoReturn:

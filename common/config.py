@@ -109,7 +109,7 @@ class RunConfig:
     )
     pipeline_schedule: Literal["1f1b", "interleaved", "zbv"] = flag(
         "1f1b",
-        "order of the passes in a pipeline; with interleaved and zbv each process holds two stages and waits less",
+        "order of the passes in a pipeline; with interleaved and zbv each process has two stages and waits less",
     )
     expert_parallel: int = flag(
         1, "number of processes that share the experts of each layer; each holds some of them", minimum=1

@@ -157,7 +157,7 @@ def evaluate_exported(setup: Setup, group: CpuGroup) -> Metrics:
         metrics = evaluation.measure(evaluation.eval_sets, watch.poll)
         watch.settle()
     if metrics is None:
-        raise StoppedError("during the evaluation: the same command will start again")
+        raise StoppedError("during the evaluation: the same command starts again")
     if accelerator.is_main_process:
         print("  ".join(f"eval/{name} {value:.6g}" for name, value in metrics.items()), flush=True)
         text = json.dumps({"metrics": for_json(metrics), "config": asdict(config)}, indent=2, default=str)

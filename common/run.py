@@ -38,7 +38,7 @@ def run(main: Callable[[ConfigT], Any], config_class: type[ConfigT]) -> NoReturn
     if (code_file := Environment.read().code_file) and code_file.parent.is_dir():  # else its launcher is gone
         code_file.touch()  # the file exists: the recipe has started
     # Before the first step there is nothing to save.
-    signals.catch(lambda name: end(StoppedError(f"by {name} before the first step: the same command will start again")))
+    signals.catch(lambda name: end(StoppedError(f"by {name} before the first step: the same command starts again")))
     try:
         record(lambda: _train(main, config_class), error_handler=ReportedErrors())()
     except (Exception, KeyboardInterrupt) as error:

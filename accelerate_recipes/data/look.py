@@ -137,7 +137,7 @@ def _sample(batch: dict[str, Any], row: int, raw: dict[str, Any], tokenizer: Any
 
 
 def _holds_tokens(name: str, value: Any) -> bool:
-    """Whether a tensor of a sample holds tokens, of one text, or of several side by side."""
+    """Whether a tensor of a sample has tokens, of one text or of several."""
     is_row = isinstance(value, Tensor) and (value.ndim == 1 or (value.ndim == 2 and value.shape[1] <= MOST_COLUMNS))
     return is_row and not value.is_floating_point() and value.dtype != torch.bool and name not in BESIDE_TOKENS
 

@@ -12,7 +12,7 @@ Rule = Callable[..., Iterator["Finding"]]
 
 
 class Finding:
-    """Something that makes a run fail, or makes it do something that you did not ask for."""
+    """A mistake that makes a run fail, or run differently than you asked."""
 
     def __init__(self, what: str, why: str, *cure: Edit | str):
         self.what, self.why = what, why  # what is wrong, with the given value; what happens because of it

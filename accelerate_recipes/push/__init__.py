@@ -75,7 +75,7 @@ def _finished(output_dir: Path) -> dict[str, Any]:
         is_done = card["status"] == "done" or card.get("trained", False)
         has_model = any((output_dir / "model").glob("*.safetensors"))
     except (OSError, KeyError):
-        raise UsageError(f"{output_dir} holds no run: use the --output_dir of a finished run") from None
+        raise UsageError(f"{output_dir} has no run: use the --output_dir of a finished run") from None
     if not is_done:
         raise UsageError(f"the run in {output_dir} is not done: use its command with --resume_from_checkpoint latest")
     if not has_model:

@@ -60,7 +60,7 @@ def run(script: Path, certificate: Path, as_json: bool) -> int:
             now = _recipe(script, flags, Path(scratch) / "single")
         now = Trace.of_record(now.to_record(with_weights=bool(then.weights)))
     if then.facts.get("weights") and not then.weights:
-        print(f"{certificate} has weights in a different form, which are not compared: make it again", file=sys.stderr)
+        print(f"{certificate} has sums of weights that verify cannot compare: record it again", file=sys.stderr)
     floor = {"weights": 0.0} | then.facts.get("floor", {})
     floor["weights"] = max(floor["weights"], TOLERANCE)  # 16 sums measure the distance of a weight only roughly
     found = compared(now, then, floor, RECORD)
@@ -108,7 +108,7 @@ def _places(found: list[Compared], now: Trace, then: Trace) -> list[str]:
 def _recipe(script: Path, flags: list[str], folder: Path, *more: str) -> Trace:
     check_file(script, "", "use the path of a recipe")
     if not (run := Launch(script, find_config("single"), flags).run(folder, *more)).is_done:
-        raise UsageError(f"{script} does not run in one process: {run.refusal or run.failure}")
+        raise UsageError(f"{script} fails on one process: {run.refusal or run.failure}")
     return run.trace
 
 
@@ -120,5 +120,5 @@ def _read(certificate: Path) -> tuple[dict[str, Any], Trace]:
         return content, Trace.of_record(then)
     except (ValueError, LookupError, TypeError, RecursionError):
         raise UsageError(
-            f"--against {certificate} holds no losses: make it again with accelerate-recipes verify --record"
+            f"--against {certificate} has no losses: record it again with accelerate-recipes verify --record"
         ) from None

@@ -56,8 +56,8 @@ def _causes_in_the_loader(run: Trace, reference: Trace, difference: Difference) 
         f"the {size} processes train alone: Accelerate runs {facts['distributed_type']} in each": is_alone,
         f"the evaluation gathers {rows[0]} rows under DDP and {rows[1]} in one process: {why}": is_padded,
         "the loader has a DistributedSampler, and prepare divides its samples again: leave out the sampler": is_divided,
-        f"an epoch ends after step {end} in one of the two runs only: each process decides by its own number, such as "
-        "the loss of its samples; gather it from all processes before you decide": first == expected_first and end < at,
+        f"only one of the two runs ends an epoch after step {end}: each process decides by its own value, such as the "
+        "loss of its samples; gather the value from all processes first": first == expected_first and end < at,
         f"step {at} takes {len(ids)} samples under DDP and {len(expected)} in one process: prepare fills up the last "
         "batch of an epoch with other samples (even_batches): set drop_last=True in the loader"
         f"{', and a batch no larger than the data' * (at == 1)}": fills,

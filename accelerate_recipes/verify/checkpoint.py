@@ -123,7 +123,7 @@ def _row(name: str, run: Finished, checkpoint: Path, origin: Origin, script: Pat
     if run.refusal is not None:
         row = Row(name, None, refusal=run.refusal)
         if not row.found_by_check and origin.script != script.name:
-            raise UsageError(f"{checkpoint} was made by {origin.script}, but {script.name} ends with: {run.refusal}")
+            raise UsageError(f"{checkpoint} is from {origin.script}, but {script.name} stops with: {run.refusal}")
         if not row.found_by_check and str(checkpoint) in run.refusal:
             raise UsageError(run.refusal)
         after = run.output.partition(run.refusal)[2].splitlines()[1:]

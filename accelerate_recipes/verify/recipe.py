@@ -50,7 +50,7 @@ class _Verification:
         self.reference = reference = single.run(self.scratch / "single")
         if not reference.is_done:
             raise UsageError(
-                f"{self.certificate.script} does not run in one process: {reference.refusal or reference.failure}"
+                f"{self.certificate.script} fails on one process: {reference.refusal or reference.failure}"
             )
         self.certificate.add(Row("single", reference.card["num_processes"], note="the reference"))
         if draws := reference.card.get("draws"):

@@ -137,7 +137,7 @@ class FirstPass:
         if_cut = {
             f"each call of forward_step or of a layer changes {first['keeps']}: if it is used, the result depends on "
             "the number of calls, which the number of processes and --micro_batch_size change; a checkpoint does "
-            "not hold it; give forward_step a third argument, step, the number of the optimizer step, or give fit "
+            "not store it; give forward_step a third argument, step, the number of the optimizer step, or give fit "
             "examples, for a metric over all samples": self.keeps,
             "the forward pass draws random numbers, such as dropout: they depend on --micro_batch_size, here "
             f"{size}, not on the number of processes": self.draws,
@@ -245,7 +245,7 @@ def _changed(before: dict[str, Tensor], module: nn.Module) -> list[str]:
 
 @contextmanager
 def _no_new_weights(module: nn.Module) -> Iterator[None]:
-    """Raises UsageError if the forward pass in the `with` block makes a weight."""
+    """Raises UsageError if the forward pass in the `with` block creates a weight."""
     before = {name for name, _ in module.named_parameters()}
     yield
     for name in [name for name, _ in module.named_parameters() if name not in before]:

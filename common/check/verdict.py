@@ -82,7 +82,7 @@ def _cause_in_a_sample(steps: Sequence[Step], expected: Step) -> str | None:
                 if here != there:
                     return (
                         f'"{name}" of sample {sample} changes when it is read again: draw from the generators of '
-                        "torch, numpy or random, which are seeded for each sample, not from one of your own"
+                        "torch, numpy or random, which are seeded for each sample, not from your own"
                     )
     return None
 
@@ -94,18 +94,19 @@ def _causes_in_the_recipe(
     written, generator, kept = (next(iter(each), "") for each in (first.written, changes.generators, first.keeps))
     what, place = next(iter(asked.items()), ("", ""))
     one, other = next((changes.sharing[name] for _, name in gaps if name in changes.sharing), ("", ""))
-    asks = f"forward_step calls {what} ({place}): return the values of its own samples; losses and metrics are means"
+    asks = f"forward_step calls {what} ({place}): return the values of its own samples; losses and metrics are "
+    asks += "already means"
     if not ("gather" in what or "reduce" in what):
-        asks = f"the recipe asks for {what} ({place}): leave that out; the loss is the mean"
+        asks = f"the recipe asks for {what} ({place}): remove it; the loss is already the mean"
     return {
         f"the forward pass changes {written}, but each process sees different samples, or with tensor parallelism "
         "different features: do it outside the forward pass": first.written,
         f"forward_step or the model has its own random generator, {generator}: draw from those of torch, numpy or "
         "random, which are seeded for each micro-batch": changes.generators,
-        f"{asks} over the samples of all processes already": asked,
+        f"{asks} over the samples of all processes": asked,
         f"forward_step or a layer changes {kept} when it is called, and each process calls it less often than a single "
         "process: give forward_step a third argument, step, the number of the optimizer step": first.keeps,
-        f"{one} and {other} share their data, but are two tensors, and the config gives each its own: make them one "
+        f"{one} and {other} share their data, but are two tensors, and the config separates them: make them one "
         "tensor, as in b.weight = a.weight": one,
         f"the weights are {first.low_weights}, and each update is rounded to few bits: make them "
         "float32": first.low_weights,
@@ -121,7 +122,7 @@ def _cause_of_values(where: str, draws: bool, layout: Layout) -> str:
         return cause + f"; if nothing does, {layout} divides this module wrongly" * (where == "forward")
     if draws:
         return (
-            "the forward pass takes a random path, such as layerdrop, and a different one under this config: "
+            "the forward pass chooses a random path, as layerdrop does, and a different one under this config: "
             f"set that to 0, or use {fallback}"
         )
     return (

@@ -44,7 +44,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], facts: dict[str, st
     try:
         save_file(apart, path, facts)
     except KeyError as error:
-        raise ValueError(f"safetensors files cannot hold {error}") from None
+        raise ValueError(f"safetensors files cannot store {error}") from None
     give_usual_mode(path)
 
 

@@ -97,7 +97,7 @@ class Checkpoint:
 
 def find_checkpoint(setup: Setup, identity: dict[str, Any], group: CpuGroup) -> Checkpoint:
     """Finds and verifies the checkpoint that `--resume_from_checkpoint` names; without the flag, the start at step 0.
-    Raises UsageError if none is there, it is damaged, or its run had another seed, batch size, data or optimizer."""
+    Raises UsageError if there is none, it is damaged, or its run had another seed, batch size, data or optimizer."""
     plan, wanted = setup.plan, setup.plan.config.resume_from_checkpoint
     if wanted is None:
         return Checkpoint()

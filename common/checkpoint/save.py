@@ -80,7 +80,7 @@ class Saver:
                 self.save(state, unrecorded)
             if (path := self.finish()) is None:
                 raise
-            raise RunError(f"{error}: accelerate-recipes export {path} NEW_FOLDER makes the model") from None
+            raise RunError(f"{error}: accelerate-recipes export {path} NEW_FOLDER writes the model") from None
 
     def save(self, state: TrainState, unrecorded: RunningSums) -> None:
         """Writes `checkpoints/step_<steps taken>`; then a thread removes the oldest beyond `--keep_checkpoints`. If it

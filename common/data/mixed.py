@@ -49,7 +49,7 @@ class Mixture(ConcatDataset):
             if 0 in self.counts:
                 name = self.names[self.counts.index(0)]
                 raise UsageError(
-                    f"{name} has a share of less than one sample in an epoch",
+                    f"{name} gets less than one sample per epoch",
                     "use a larger weight for it, or --mixture_ends all",
                 )
 

@@ -47,9 +47,7 @@ def _refuses_missing_gradients(model: nn.Module) -> Callable[[], None]:
             waited.update((name, weight) for name, weight in model.named_parameters() if weight.grad is not None)
         for name, weight in waited.items():
             if weight.grad is None:
-                raise not_used(
-                    f"no pass of this step uses {name}, as earlier steps did, and DDP waits for its gradient"
-                )
+                raise not_used(f"this step does not use {name}, unlike earlier steps, and DDP waits for its gradient")
 
     return check
 

@@ -147,7 +147,7 @@ def check_section(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
     section = section_of_config(plan.layout.environment)
     for key, (value, flag) in _settings_of_flags(plan).items():
         if (given := section.get(key, "auto")) not in ("auto", value):
-            what = f"deepspeed_config sets {key}: {given}, but {flag} makes it {value}"
+            what = f"deepspeed_config sets {key}: {given}, but {flag} sets {value}"
             raise UsageError(what, "remove it there", [Edit(key, section="deepspeed_config")])
 
 

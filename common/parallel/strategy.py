@@ -47,7 +47,7 @@ class Strategy:
     cause_at_once: ClassVar[str] = ""
     cause_in_update: ClassVar[str] = (
         "{optimizer} or a schedule does not get each weight whole, or keeps weights outside param_groups and state; or "
-        "a hook finds weights by id(p), and the config makes new ones; or forward_step takes gradients itself, as a "
+        "a hook finds weights by id(p), and the config replaces them; or forward_step takes gradients itself, as a "
         "penalty does: use {fallback}"
     )
 

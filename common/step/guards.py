@@ -185,7 +185,7 @@ def check_same_start(
     for kind in filter(None, found):
         raise UsageError(
             f"sample 0 of the {kind} set changes when it is read again: draw from the generators of torch, numpy or "
-            "random, which are seeded for each sample, not from one of your own"
+            "random, which are seeded for each sample, not from your own"
         )
     if len(set(digests)) == 1:
         return

@@ -53,7 +53,7 @@ class Numbers:
             if name not in OF_TORCH and self._attributes.get(name) != _version(value):
                 kind = type(self.optimizer).__name__
                 raise UsageError(
-                    f"{kind} changes its attribute {name}, which a checkpoint does not hold: keep it in state or in "
+                    f"{kind} changes its attribute {name}, which a checkpoint does not store: keep it in state or in "
                     "param_groups, or remove --save_every"
                 )
 

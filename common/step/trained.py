@@ -19,8 +19,8 @@ LEAST_RATE = 1e-3  # of the peak learning rate: below it, updates may be too sma
 LINES = {
     "without_gradient": "up to step {step} the gradient of {name} is zero in each record, so nothing trains it: look "
     "for detach(), .data, round() or a mask after it, or freeze it",
-    "not_moved": "no step has moved {name}, up to step {step}: the optimizer leaves it out, its learning rate is 0, or "
-    "its updates are smaller than what its type holds",
+    "not_moved": "no step up to {step} has changed {name}: the optimizer leaves it out, its learning rate is 0, or its "
+    "updates are too small for its dtype",
 }
 
 
@@ -69,8 +69,8 @@ class Trained:
             return
         self._is_still = True
         self._accelerator.print(
-            f"no weight has moved since step {since}, at a learning rate of {float(groups[0]['lr']):g}: the optimizer "
-            "updates tensors that are not the model's, leaves its steps out, or makes updates too small for the weights"
+            f"no weight has changed since step {since}, at a learning rate of {float(groups[0]['lr']):g}: the "
+            "optimizer updates tensors that are not the model's, leaves its steps out, or its updates are too small"
         )
 
     def say(self, step: int) -> dict[str, list[str]]:

@@ -67,8 +67,8 @@ class Watch:
         self._skips_in_row = self._skips_in_row + 1 if result.skipped else 0
         if self._skips_in_row >= MAX_SKIPS_IN_ROW:
             raise NonFiniteError(
-                f"gradients were not finite in {MAX_SKIPS_IN_ROW} steps in a row up to step {step}, however small "
-                "the loss scale: use --mixed_precision bf16 after accelerate launch, or a lower --learning_rate"
+                f"gradients were not finite in {MAX_SKIPS_IN_ROW} steps in a row up to step {step}, with ever "
+                "smaller loss scales: use --mixed_precision bf16 after accelerate launch, or a lower --learning_rate"
             )
         self._start_poll(step, result)
         norm = None if result.skipped else result.grad_norm  # the same in all processes

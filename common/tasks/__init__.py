@@ -28,7 +28,7 @@ class _Moved(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         new = f"{__name__}.{MOVED[module.__name__.rpartition('.')[2]]}"
-        line = f"{module.__name__} is now {new}; the old name goes with the next release"
+        line = f"{module.__name__} is now {new}; the next release removes the old name"
         warnings.warn(line, DeprecationWarning, stacklevel=2)
         found = vars(import_module(new))
         vars(module).update({name: found[name] for name in found if not name.startswith("__")})

@@ -72,7 +72,7 @@ def progress_bar(total: int | None, unit: str) -> tqdm:
 
 
 def convert_stream(stream: Iterable[dict[str, Any]], folder: str | Path, max_samples: int | None = None) -> Any:
-    """Writes a stream to an Arrow file, once, and returns it as a map-style data set for `fit`: a `datasets.Dataset`,
+    """Writes a stream to an Arrow file, once, and returns it as a map-style dataset for `fit`: a `datasets.Dataset`,
     memory-mapped, whose samples are dicts of strings and tensors: float32 or int64, uint8 for images.
 
     Memory holds some megabytes at a time. The first process of each machine writes. A conversion that was killed starts

@@ -295,7 +295,7 @@ def test_resume_goes_on_with_the_numbers_of_the_optimizer(
     arguments = f"--{habit} --hang_timeout 60"
     first = fork(tmp_path / "run", config, USERS, f"{arguments} --save_every 2 --max_steps 2", succeeds=False)
     if habit == "optimizer lookahead":
-        assert "Lookahead changes its attribute count, which a checkpoint does not hold" in refused(first)
+        assert "Lookahead changes its attribute count, which a checkpoint does not store" in refused(first)
         return
     assert first.exit_code == 0, first.stderr
     run = fork(tmp_path / "run", config, USERS, f"{arguments} --resume_from_checkpoint latest")

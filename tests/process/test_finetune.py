@@ -327,7 +327,7 @@ def test_pretrained_model_is_fine_tuned(tmp_path: Path, reference: Callable[...,
     (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps({"messages": each}) for each in turns))
     flags = f"{SHORT} --data {tmp_path}/chats.jsonl --max_length 32 --num_answers 2 --model_name_or_path {pretrained}"
     run = fork(tmp_path / "run", "ddp", FINETUNE, flags)
-    assert "it gets a plain one" in run.stdout and "of 2 held-out answers are right" in run.stdout
+    assert "the run uses, and exports, a plain one" in run.stdout and "of 2 held-out answers are right" in run.stdout
 
 
 def test_model_answers(tmp_path: Path) -> None:

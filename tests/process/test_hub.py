@@ -115,7 +115,7 @@ def test_failed_upload_loses_nothing(
 
 def test_folder_without_a_finished_run_is_refused(tmp_path: Path) -> None:
     run = execute([*PUSH, str(tmp_path), "me/line"], tmp_path, tmp_path)
-    assert run.exit_code == 2 and run.stderr == f"{tmp_path} holds no run: use the --output_dir of a finished run\n"
+    assert run.exit_code == 2 and run.stderr == f"{tmp_path} has no run: use the --output_dir of a finished run\n"
     (tmp_path / "run.json").write_text('{"status": "failed"}')
     run = execute([*PUSH, str(tmp_path), "me/line"], tmp_path, tmp_path)
     assert run.exit_code == 2 and "is not done: use its command with --resume_from_checkpoint latest" in run.stderr

@@ -61,7 +61,7 @@ def test_export_that_fails_at_the_end_is_finished_later(
     assert names(run.output_dir / "model") == ["labels.txt", "model.safetensors"] and run.card["exit_code"] == 1
     assert "run/model has the weights, but lacks words.txt (ValueError: the words are gone" in run.stderr
     checkpoint = run.output_dir / "checkpoints" / "step_00000004"
-    assert f"accelerate-recipes export {checkpoint} NEW_FOLDER makes the model" in run.stderr
+    assert f"accelerate-recipes export {checkpoint} NEW_FOLDER writes the model" in run.stderr
     assert made(monkeypatch, str(checkpoint), str(tmp_path / "new")) == 0
     found, expected = ({path.name: path.read_bytes() for path in folder.iterdir()}
                        for folder in (tmp_path / "new", whole.output_dir / "model"))  # fmt: skip

@@ -256,7 +256,7 @@ def test_what_whisper_does_not_take(tmp_path: Path, folder: Path) -> None:
     assert line(load_whisper, whisper, None, "transcribe", 9) == f"--language is missing: {knows}"
     assert line(load_whisper, whisper, "French", "transcribe", 9) == f"--language french: {knows}"
     assert "has no languages in its" in line(load_whisper, english, "german", "transcribe", 9)
-    assert "is a speech_to_text: use a Whisper, or a model" in line(is_whisper, str(tmp_path / "other"))
+    assert "is a speech_to_text: use a Whisper or CTC model" in line(is_whisper, str(tmp_path / "other"))
     assert is_whisper(whisper) and not is_whisper(str(folder / "ctc")) and not is_whisper("no/such model")
 
     def first(seconds: float, text: str, *loaded: Any) -> dict[str, Any]:

@@ -99,4 +99,4 @@ def test_what_is_no_checkpoint_of_this_run_is_refused(
     assert line(last, "--config", "single") == "single is one process itself: use another --config, such as ddp"
     assert "--checkpoint takes --config, --json and flags" in line(last, "--steps", "8")
     assert f"{last} is at the end of its run, step 4: use an earlier checkpoint" in line(last, "--config", "ddp")
-    assert f"{last} was made by drifts.py" in line(last, "--config", "ddp", recipe=ROOT / LINEAR)
+    assert f"{last} is from drifts.py" in line(last, "--config", "ddp", recipe=ROOT / LINEAR)

@@ -43,7 +43,7 @@ DATA_CAUSES = {
     "grows": "a step takes 16 samples under DDP and 8 in one process: divide the batch size",
     "collate_draws": "the dataset or its collate_fn draws random numbers",
     "padded": "each process pads its samples to a different length",
-    "stops": "an epoch ends after step 1 in one of the two runs only",
+    "stops": "only one of the two runs ends an epoch after step 1",
     "repeats": "the evaluation gathers 48 rows under DDP and 32 in one process: each process evaluates all samples",
     "not_cut": "the evaluation gathers 16 rows under DDP and 13 in one process",
 }

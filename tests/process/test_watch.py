@@ -80,7 +80,7 @@ def test_signal_before_the_first_step_ends_the_run_at_once(tmp_path: Path) -> No
     env = {"ACCELERATE_RECIPES_EXIT_CODE": str(code)}
     run = launch(tmp_path / "run", "ddp", script, env=env, succeeds=False)
     lines = [line for line in run.stderr.splitlines() if line.startswith("stopped: ")]
-    assert lines == ["stopped: by SIGTERM before the first step: the same command will start again"], run.stderr
+    assert lines == ["stopped: by SIGTERM before the first step: the same command starts again"], run.stderr
     assert code.read_text() == "75" and not run.output_dir.exists()
 
 

@@ -95,7 +95,7 @@ BEGINS: dict[tuple[str, str], str | None] = {
         ("for_some", config): ", and not every process does within 30 s:"
         for config in ("fsdp2", "hsdp", "deepspeed_zero3")
     },
-    ("skipped_layer", "ddp"): "no pass of this step uses blocks.1.norm.weight, as earlier steps did, and DDP waits for",
+    ("skipped_layer", "ddp"): "this step does not use blocks.1.norm.weight, unlike earlier steps, and DDP waits for",
     ("penalty", "tensor_parallel"): "TP 2 cannot train this: RuntimeError",
     ("list", "pipeline_parallel"): f"activity, {OTHER}",
     ("own_gradient", "tensor_parallel"): "in step 4 a pass computes clone without gradients of blocks.0.up",

@@ -253,5 +253,5 @@ def test_parts_that_do_not_make_the_whole_are_not_published(folder: Path) -> Non
 
 
 def test_type_that_files_cannot_hold_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"safetensors files cannot hold torch\.complex128"):
+    with pytest.raises(ValueError, match=r"safetensors files cannot store torch\.complex128"):
         write_tensors(tmp_path / "file", {"a": torch.ones(1), "b": torch.ones(1, dtype=torch.complex128)})

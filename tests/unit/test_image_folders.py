@@ -261,7 +261,7 @@ def test_splits_and_their_leavings_are_said(tmp_path: Path, capsys: Out) -> None
     assert "train for training and test for evaluation: these folders are splits, not classes" in lines[0]
     assert "left out: images in other folders: 1, such as val/cat/4.png" in lines[1]
     assert lines[2].endswith("2 images for training and 2 images for evaluation, 3 classes: cat 2, dog 1, eel 1")
-    assert lines[3].endswith("classes of the evaluation that no image for training has: eel")
+    assert lines[3].endswith("classes in the evaluation, but in no image for training: eel")
 
 
 def test_long_lists_of_classes_are_cut(tmp_path: Path, capsys: Out) -> None:

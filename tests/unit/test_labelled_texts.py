@@ -181,7 +181,7 @@ def test_numbers_are_ordered_as_numbers(tmp_path: Path, names: list[object], ord
         (["0", "1"], ["0.0", "1.0"], "that look alike, but count as different: '0' and '0.0', '1' and '1.0'"),
         (["\xe9", "e\u0301"], ["\xe9"], r"count as different: 'e\u0301' and '\xe9'"),
         (["Good", "good", "bad"], ["bad"], "'Good' and 'good'"),
-        (["a", "b"], ["b", "c"], "classes of the evaluation that no text for training has: c"),
+        (["a", "b"], ["b", "c"], "classes in the evaluation, but in no text for training: c"),
         (["-1", "0", "1"], ["0"], "a class like any other here, although it may mean no class: -1"),
         (["-100", "0"], ["0", "-1"], "a class like any other here, although it may mean no class: -1, -100"),
     ],

@@ -9,7 +9,7 @@ from accelerate_recipes.common import tasks
 
 @pytest.mark.parametrize(("old", "new"), tasks.MOVED.items())
 def test_module_is_found_by_its_old_name(old: str, new: str) -> None:
-    with pytest.warns(DeprecationWarning, match=rf"tasks\.{old} is now .*tasks\.{new}; the old name goes"):
+    with pytest.warns(DeprecationWarning, match=rf"tasks\.{old} is now .*tasks\.{new}; the next"):
         module = import_module(f"{tasks.__name__}.{old}")
     own = import_module(f"{tasks.__name__}.{new}")
     names = [name for name in vars(own) if not name.startswith("_")]

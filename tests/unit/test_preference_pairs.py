@@ -284,7 +284,7 @@ def test_other_random_numbers_are_refused() -> None:
             return output
 
     sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    with pytest.raises(UsageError, match="Noisy draws random numbers while it trains"):
+    with pytest.raises(UsageError, match="Noisy draws random numbers in training"):
         without_dropout(Noisy(LlamaConfig(**sizes, intermediate_size=32)))
 
 

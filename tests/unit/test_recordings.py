@@ -146,7 +146,7 @@ def test_tables_with_paths(tmp_path: Path, capfd: Out, ending: str) -> None:
             load(file)
         rows[3]["audio"] = {"array": [0.25] * 999, "sampling_rate": RATE}  # type: ignore[assignment]
         save()
-        with pytest.raises(UsageError, match=r"row 4 holds an array, {'array': .{0,80}: expected a file$"):
+        with pytest.raises(UsageError, match=r"row 4 has an array, {'array': .{0,80}: expected a file$"):
             load(file)
     with pytest.raises(UsageError, match="has no column sound: use --audio_column with one of audio, text"):
         load_recordings(str(file), "sound", "text", str.strip)

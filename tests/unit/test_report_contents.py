@@ -138,7 +138,7 @@ def test_mistakes_get_one_line_and_write_nothing(tmp_path: Path) -> None:
         ([run], empty, "is a folder: use the name of a file in it"),
         ([run], nowhere, f"there is no folder {nowhere.parent}"),
         ([run], Path("/dev/null"), "is not a file"),
-        ([run], run / "metrics.jsonl", "is there, and this command has not made it: use another name"),
+        ([run], run / "metrics.jsonl", "exists, and this command did not create it: use another name"),
     ]
     for runs, output, line in cases:
         with pytest.raises(UsageError, match=re.escape(line)) as error:

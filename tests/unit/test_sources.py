@@ -211,7 +211,7 @@ def test_text_and_rows_for_a_language_model(tmp_path: Path) -> None:
         (tmp_path / name).write_text(content)
         train, evaluation = load_tokens(str(tmp_path / name), byte_tokenizer(), 2)
         assert bytes([*train.tokens.tolist(), *evaluation.tokens.tolist()]) == b"abc\ndefghijkl"
-    with pytest.raises(UsageError, match=re.escape("holds a.txt and rows")):
+    with pytest.raises(UsageError, match=re.escape("has a.txt and rows")):
         (tmp_path / "a.txt").write_text("text")
         load_tokens(str(tmp_path), byte_tokenizer(), 2)
     write(tmp_path / "books", "train.txt", "valid.txt", "test.txt")

@@ -126,8 +126,8 @@ def launcher(config: Config) -> Iterator[Finding]:
         return
     yield Finding(
         f"deepspeed_multinode_launcher is {given}, with num_machines: {config.num_machines}",
-        "DeepSpeed's launcher takes the machines only from its hostfile: without one, it trains on this machine, and "
-        "says so in one warning. It also writes the variables of your shell to .deepspeed_env",
+        "DeepSpeed's launcher reads the machines only from its hostfile: without one, it prints a warning and trains "
+        "on this machine alone. It also writes the variables of your shell to .deepspeed_env",
         Edit("deepspeed_multinode_launcher", "standard", "deepspeed_config"),
         "accelerate launch on each machine, as in accelerate_configs/multi_node_deepspeed_zero3.yaml",
     )

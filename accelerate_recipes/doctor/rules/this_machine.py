@@ -126,8 +126,8 @@ def shared_memory_of_workers(config: Config, recipe: dict[str, int]) -> Iterator
     num_batches = config.num_local_processes * recipe["num_workers"] * PREFETCHED
     if (needed := num_batches * recipe["micro_batch_size"] * recipe["sample_bytes"]) > size:
         yield Finding(
-            f"/dev/shm has {size // 2**20} MiB, but --num_workers {recipe['num_workers']} holds {needed // 2**20} MiB "
-            "of batches ready",
+            f"/dev/shm has {size // 2**20} MiB, but --num_workers {recipe['num_workers']} prepares {needed // 2**20} "
+            "MiB of batches",
             "a full /dev/shm kills the workers: Bus error",
             "docker run --shm-size=8g ..., or a smaller --num_workers or --micro_batch_size",
         )

@@ -17,7 +17,7 @@ def is_whisper(name_or_path: str) -> bool:
     with suppress(Exception):  # the library raises dozens of types; loading the model says what is wrong
         kind = PretrainedConfig.get_config_dict(name_or_path)[0].get("model_type")
     if kind in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES and kind != "whisper":
-        raise UsageError(f"--model_name_or_path {name_or_path} is a {kind}: use a Whisper, or a model for CTC")
+        raise UsageError(f"--model_name_or_path {name_or_path} is a {kind}: use a Whisper or CTC model")
     return kind == "whisper"
 
 

@@ -72,14 +72,14 @@ def with_chat_template(tokenizer: Any, model: PreTrainedModel) -> Any:
     plain = tokenizer_of(tokenizer)
     if not getattr(plain, "is_fast", False):
         advice = "use the path of a model with a fast tokenizer (tokenizer.json)"
-        raise UsageError(f"{type(plain).__name__} does not tell the positions of its tokens: {advice}")
+        raise UsageError(f"{type(plain).__name__} gives no positions of tokens: {advice}")
     if tokenizer.chat_template is None and plain is not tokenizer:
         raise UsageError(f"{type(tokenizer).__name__} has no chat template: add a chat_template.jinja to its folder")
     if tokenizer.chat_template is None:
         begins = tokenizer.bos_token is not None and tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id
         template = TEMPLATE.replace("END", "eos_token" if tokenizer.eos_token else repr(END))
         tokenizer.chat_template = template.replace("BEGIN", "bos_token" if begins else "''")
-        print_once("the tokenizer has no chat template: it gets a plain one, which is exported with the model")
+        print_once("the tokenizer has no chat template: the run uses, and exports, a plain one")
     _end_answers(tokenizer, model)
     return tokenizer
 
@@ -132,7 +132,7 @@ def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
         model.train()
         found = model(input_ids=tokens, use_cache=False).logits
     if not torch.allclose(found, expected, rtol=1e-4, atol=1e-5):
-        what = f"{type(model).__name__} draws random numbers while it trains, so that policy and reference differ"
+        what = f"{type(model).__name__} draws random numbers in training, so policy and reference differ"
         raise UsageError(f"{what}: use the path of a model that does not, or switch them off in its config.json")
     return model
 

@@ -232,7 +232,7 @@ def _usable(folder: str, kinds: Iterable[Any], load: Callable[[], Any]) -> Any:
 
 
 def exported_folder(output_dir: Path, flag: str = "--predict") -> str:
-    """Where a run has exported a model of transformers. Raises UsageError if it has not."""
+    """The folder of a run's exported model. Raises UsageError if there is none."""
     folder = output_dir / "model"
     if not (folder / "config.json").is_file():
         raise UsageError(f"no model in {folder}: train first (the same command without {flag})")

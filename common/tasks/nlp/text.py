@@ -152,7 +152,7 @@ def _text_files(data: str) -> list[list[Place]] | None:
     found = {ending_of(file): Path(file).name for file in walk(path)[0]}
     if tables := [name for ending, name in found.items() if ending in TABLES]:
         if ".txt" in found:
-            raise UsageError(f"--data {data} holds {found['.txt']} and {tables[0]}: use the path of one")
+            raise UsageError(f"--data {data} has {found['.txt']} and {tables[0]}: use the path of one")
         return None  # .md and .py files next to tables are about them
     return [*files_of_folder(data, path, TEXTS, ADVICE).values()][:2]
 

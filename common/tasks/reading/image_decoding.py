@@ -96,7 +96,7 @@ class Opener:
 
 
 def _raw_mode(image: Image.Image) -> str:
-    """How the file holds the pixels, in Pillow's words; "" if it is not known."""
+    """Pillow's raw mode of the pixels in the file; "" if unknown."""
     tiles = getattr(image, "tile", None)
     arguments = tiles[0].args if tiles else ""
     return str(arguments if isinstance(arguments, str) else (arguments or [""])[0])

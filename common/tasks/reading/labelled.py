@@ -108,7 +108,7 @@ def say_odd_classes(data: str, parts: Sequence[Labelled], what: str) -> None:
         plain = " ".join(unicodedata.normalize("NFKC", name).casefold().split())
         alike.setdefault(plain if (number := _number(plain)) is None else number, []).append(name)
     for line, found in {
-        f"classes of the evaluation that no {what} for training has": [n for n in classes if n in evaluated - trained],
+        f"classes in the evaluation, but in no {what} for training": [n for n in classes if n in evaluated - trained],
         "classes that look alike, but count as different": [
             " and ".join(map(ascii, names)) for names in alike.values() if len(names) > 1
         ],

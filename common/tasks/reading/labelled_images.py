@@ -87,7 +87,7 @@ def files_in(data: str, table: Table, column: str) -> Any:
             if isinstance(file, dict) and {"bytes", "path"} & file.keys():
                 facts = "has neither bytes nor a path: expected a file"
             elif isinstance(file, list | dict):
-                facts = f"holds an array, {printable(str(file)[:80])}: expected a file"
+                facts = f"has an array, {printable(str(file)[:80])}: expected a file"
             raise UsageError(f"--data {table.name}: row {row} {facts}")
     return paths
 
@@ -266,5 +266,5 @@ def _by_table(folder: Path, table: Beside, below: str, files: list[str], left_ou
 
 
 def names_in(cell: Any, kind: Any = None) -> str | tuple[str | None, ...] | None:
-    """The class that a cell names; its classes if it holds a list. `kind`: as in `text_of_cell`."""
+    """The class in a cell, or the classes if it is a list. `kind`: as in `text_of_cell`."""
     return tuple(text_of_cell(each, kind) for each in cell) if isinstance(cell, list) else text_of_cell(cell, kind)
