@@ -94,8 +94,10 @@ def _causes_in_the_recipe(
     written, generator, kept = (next(iter(each), "") for each in (first.written, changes.generators, first.keeps))
     what, place = next(iter(asked.items()), ("", ""))
     one, other = next((changes.sharing[name] for _, name in gaps if name in changes.sharing), ("", ""))
-    asks = f"forward_step calls {what} ({place}): return the values of its own samples; losses and metrics are "
-    asks += "already means"
+    asks = (
+        f"forward_step calls {what} ({place}): return the values of its own samples; losses and metrics are already "
+        "means"
+    )
     if not ("gather" in what or "reduce" in what):
         asks = f"the recipe asks for {what} ({place}): remove it; the loss is already the mean"
     return {
