@@ -108,12 +108,12 @@ def rows_on_disk(folder: Path, title: str, rows: Iterable[dict[str, Any]], featu
     def write(folder: Path) -> None:
         import pyarrow  # type: ignore[import-untyped]  # a dependency of `datasets`
 
-        nonlocal features
-        left, size, position, writer = islice(rows, num_rows), FIRST_ROWS, 0, None
+        left, size, position, writer, schema = islice(rows, num_rows), FIRST_ROWS, 0, None, None
         with pyarrow.OSFile(str(folder / "rows.arrow"), "wb") as file, progress_bar(num_rows, "row") as bar:
             while batch := list(islice(left, size)):
-                table, features = _table(batch, features, position)
-                writer = writer or pyarrow.ipc.new_stream(file, table.schema)
+                table = _table(batch, features, schema, position)
+                schema = schema or table.schema
+                writer = writer or pyarrow.ipc.new_stream(file, schema)
                 writer.write_table(table)
                 bar.update(len(batch))
                 position += len(batch)
@@ -126,20 +126,23 @@ def rows_on_disk(folder: Path, title: str, rows: Iterable[dict[str, Any]], featu
     return datasets.Dataset.from_file(str(folder / "rows.arrow"))
 
 
-def _table(batch: list[dict[str, Any]], features: Any, position: int) -> tuple[Any, Any]:
-    """(an Arrow table of these samples, its features). `position`: the number of the first sample, for messages."""
+def _table(batch: list[dict[str, Any]], features: Any, schema: Any, position: int) -> Any:
+    """An Arrow table of these samples. `features`: as in `rows_on_disk`; `schema`: of the first samples, None for them;
+    `position`: the number of the first sample, for messages."""
     import datasets
-    from datasets.table import embed_table_storage
+    from datasets.table import embed_table_storage, table_cast
 
     if not all(isinstance(sample, dict) for sample in batch):
         raise UsageError(f"the stream gives samples of the type {type(batch[0]).__name__}: expected dicts")
     misfit = f"the stream's samples from number {position} on do not fit the columns of the first"
     found = dict.fromkeys(name for sample in batch for name in sample)
-    if features is not None and (strange := found.keys() - set(features)):
+    known = schema.names if schema else features or found
+    if strange := found.keys() - set(known):
         raise UsageError(f"{misfit}: a column {min(strange)}, which is not in the first samples")
-    columns = {name: [sample.get(name) for sample in batch] for name in features or found}
+    columns = {name: [sample.get(name) for sample in batch] for name in known}
     try:
         rows = datasets.Dataset.from_dict(columns, features=features)
-        return embed_table_storage(rows.data.table), rows.features  # the bytes of files that a sample only names
+        table = embed_table_storage(rows.data.table)  # the bytes of files that a sample only names
+        return table_cast(table, schema) if schema else table  # features would cut 1.5 to 1
     except (ValueError, TypeError, OverflowError) as error:  # also Arrow's errors
         raise UsageError(f"{misfit}: {str(error).splitlines()[0]}") from None

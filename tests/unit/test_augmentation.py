@@ -45,6 +45,7 @@ def test_a_rectangle_is_erased() -> None:
         rows, columns = hole.any(1).sum(), hole.any(0).sum()
         assert hole.sum() == rows * columns  # one rectangle
         shares.append(float(hole.float().mean()))
+        assert (erase(torch.ones(3, 4, 64)) == 0).any()  # in a narrow image, too
     assert min(shares) > 0.01 and max(shares) < 0.36 and numpy.mean(shares) == pytest.approx(0.17, abs=0.03)
 
 

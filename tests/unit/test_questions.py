@@ -113,6 +113,9 @@ def test_measures_are_those_of_squad() -> None:
     assert found["answerable_f1"] == pytest.approx(theirs["f1"], abs=1e-5)
     assert found["unanswerable_f1"] == found["unanswerable_exact_match"] == 50
     assert found["f1"] == pytest.approx((6 * theirs["f1"] + 2 * 50) / 8, abs=1e-5)
+    # Nor is an answer of articles alone one of the right answers, if there are others.
+    found = exact_and_f1({question(answers=(("The", 0), ("dog", 32))): ""}, may_be_none=True)
+    assert found["f1"] == found["exact_match"] == 0
 
 
 DOG = {"text": ["dog"], "answer_start": [32]}

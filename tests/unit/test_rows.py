@@ -67,7 +67,7 @@ def test_text_is_the_text_that_stands_there(
 
 @pytest.mark.parametrize("ending", ["csv", "json", "jsonl"])
 def test_numbers_are_the_text_that_stands_there(tmp_path: Path, ending: str) -> None:
-    values = ["1.10", "1.1", "250.00", "1e5", "42", "-1", "0"]
+    values = ["1.10", "1.1", "250.00", "1e5", "42", "-1", "0", "123456789012345678901234567890"]
     path = tmp_path / f"rows.{ending}"
     lines = values if ending == "csv" else [f'{{"text": {value}}}' for value in values]
     path.write_text(
@@ -147,6 +147,11 @@ def test_half_of_a_character(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out.startswith("1 rows hold half of a character")
 
 
+def test_nan_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": NaN}\n{"text": "NaN"}\n')
+    assert texts(str(tmp_path / "rows.jsonl")) == [None, "NaN"]
+
+
 def test_columns_that_a_recipe_does_not_name_are_left_alone(tmp_path: Path) -> None:
     lines = [{"text": f"t{n}", "label": "ab"[n % 2], "note": None if n < 40 else ["x", {"y": n}]} for n in range(60)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -154,6 +159,12 @@ def test_columns_that_a_recipe_does_not_name_are_left_alone(tmp_path: Path) -> N
     assert len(train.samples) + len(evaluation.samples) == 60
     with pytest.raises(UsageError, match=re.escape("row 41, column note: expected text, found list ['x'")):
         load_labelled_texts(str(tmp_path / "rows.jsonl"), "note")
+
+
+def test_a_long_cell_and_a_row_without_a_cell(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text(f"text,label\n{'x' * 3_000_000}\nb,1\n")
+    assert texts(str(tmp_path / "rows.csv")) == ["x" * 3_000_000, "b"]
+    assert texts(str(tmp_path / "rows.csv"), "label") == [None, "1"]
 
 
 def test_rows_without_a_text_are_left_out_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,6 +181,11 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1234
 BROKEN = [
     ("a.csv", b"text,label\nfoo,1,2\n", 'row 1 has 3 values, the header has 2 names: put text that contains ","'),
     ("a.csv", b'text,label\n"foo,1\nbar,2\n', "line 3: unexpected end of data: put text that contains quotes in"),
+    (
+        "a.csv",
+        b'text,label\n"quoted" word,1\n',
+        "line 2: ',' expected after '\"': put text that contains quotes in quotes",
+    ),
     ("a.csv", b"text,text\nfoo,1\n", "several columns of the name text"),
     ("a.csv", b"text,label\ncaf\xe9,1\n", "is not text in UTF-8 (invalid continuation byte at byte 14): convert it"),
     (
@@ -178,6 +194,8 @@ BROKEN = [
         "holds zero bytes: it is not UTF-8 text; convert it with iconv",
     ),
     ("a.jsonl", '{"text": "foo"}\n'.encode("utf-16-le"), "holds zero bytes: it is not UTF-8 text"),
+    ("a.csv", "\ntext\nfoo\n".encode("utf-16-le"), "holds zero bytes: it is not UTF-8 text"),
+    ("a.csv", "\ntext\nfoo\n".encode("utf-16-be"), "holds zero bytes: it is not UTF-8 text"),
     ("a.csv", b"PK\x03\x04\x14\x00", "is a workbook of Excel, or a zip archive: save it as CSV, or unpack it"),
     ("a.jsonl", b"\xd0\xcf\x11\xe0\xa1\xb1", "is a workbook of Excel, or a zip archive"),
     ("a.csv", b"", "has no rows"),

@@ -154,6 +154,11 @@ def test_retrieval_with_several_right_documents(num_queries: int, monkeypatch: p
     assert retrieval(values) == pytest.approx(expected_measures(values), abs=1e-6)
 
 
+def test_more_right_documents_than_a_measure_looks_at() -> None:
+    values = values_of([[0, 1 + row, 151 + row] for row in range(150)])
+    assert retrieval(values) == pytest.approx(expected_measures(values), abs=1e-6)
+
+
 def pairs_of(query: Tensor, document: Tensor) -> dict[str, Tensor]:
     """Pairs of different texts."""
     return {"query": query, "document": document, "text_ids": torch.arange(2 * len(query)).view(2, -1).T}
@@ -186,6 +191,7 @@ def test_a_model_that_tells_nothing_apart() -> None:
     for size in (236, 3):
         broken = torch.full((size, 24), torch.nan)
         assert set(retrieval(pairs_of(broken, broken)).values()) == {0}
+    assert set(retrieval(pairs_of(same[:1], same[:1])).values()) == {1}
     ten_times = vectors(30).repeat_interleave(10, 0)
     found = retrieval(pairs_of(ten_times, ten_times))
     assert (found["recall@1"], found["recall@10"]) == pytest.approx((0.1, 1))
@@ -205,6 +211,8 @@ def test_correlations() -> None:
     assert found["pearson"] == pytest.approx(stats.pearsonr(values["score"], cosines).statistic, abs=1e-6)
     assert found["spearman"] == pytest.approx(stats.spearmanr(values["score"], cosines).statistic, abs=1e-6)
     assert math.isnan(correlations(values | {"score": torch.ones(40)})["spearman"])
+    # The metric for the best weights is looked for in an evaluation of one sample.
+    assert all(map(math.isnan, correlations({name: value[:1] for name, value in values.items()}).values()))
 
 
 def test_the_package_says_the_same() -> None:

@@ -129,12 +129,19 @@ def test_max_samples_of_a_data_set(tmp_path: Path, parquet: Path, monkeypatch: p
         ([], "the stream has no samples"),
         ([(1, 2)], "the stream gives samples of the type tuple: expected dicts"),
         ([{"a": 1}] * 20 + [{"a": "x"}], "the stream's samples from number 16 on do not fit the columns of the first"),
+        ([{"a": 1}] * 20 + [{"a": 1.5}], "the stream's samples from number 16 on do not fit the columns of the first"),
         ([{"a": 1}] * 20 + [{"b": 1}], "a column b, which is not in the first samples"),
+        ([{"a": 1}] * 20 + [{"a": 1, "b": 1}], "a column b, which is not in the first samples"),
     ],
 )
 def test_bad_streams(tmp_path: Path, samples: list[Any], expected: str) -> None:
     with pytest.raises(UsageError, match=re.escape(expected)):
         convert_stream(samples, tmp_path / "files")
+
+
+def test_a_sample_may_lack_a_column(tmp_path: Path) -> None:
+    converted = convert_stream([{"a": 1, "b": "x"}, {"a": 2}, *[{"a": 3.0}] * 20], tmp_path / "files")
+    assert converted["a"][:].tolist() == [1, 2, *[3] * 20] and converted["b"][:2] == ["x", None]
 
 
 def test_a_stream_in_fit_is_told_how_to_convert() -> None:

@@ -82,11 +82,11 @@ class Confusion:
 
     def __call__(self, examples: dict[str, Tensor]) -> dict[str, float]:
         """For `examples` of `fit`: the mean over the classes of the share of their samples that is predicted right."""
-        number = len(self.classes)
-        places = examples["label"].long() * number + examples["predicted"].long()
-        self.counts = torch.bincount(places, minlength=number**2).view(number, number)
-        sizes = self.counts.sum(1)
-        return {"balanced_accuracy": float((self.counts.diag() / sizes)[sizes > 0].mean())}
+        from sklearn.metrics import confusion_matrix, recall_score  # takes 0.8 s
+
+        given = [examples[name].numpy() for name in ("label", "predicted")]
+        self.counts = torch.from_numpy(confusion_matrix(*given, labels=range(len(self.classes))))
+        return {"balanced_accuracy": float(recall_score(*given, labels=[*{*given[0]}], average="macro"))}
 
     def write(self, path: Path) -> None:
         """Draws the counts: rows are classes, columns predictions, darker is more. Adds names if there is room."""

@@ -1,13 +1,13 @@
 """Opens text files by their ending, unpacks and decodes them, and says in one line why one cannot be read."""
 
 import bz2
-import codecs
 import gzip
 import io
 import lzma
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from json import detect_encoding
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -18,13 +18,6 @@ from ...files import check_is_pulled
 Place = Path | str  # a file of this machine, or the address of one on the Hub
 # {ending of a packed file's name: its first bytes}
 PACKED = {".gz": b"\x1f\x8b", ".bz2": b"BZh9", ".xz": b"\xfd7zX", ".zst": b"\x28\xb5\x2f\xfd"}
-# {first bytes of a text: its encoding}. The mark of UTF-32 begins with the mark of UTF-16.
-MARKS = {
-    codecs.BOM_UTF32_LE: "utf-32",
-    codecs.BOM_UTF32_BE: "utf-32",
-    codecs.BOM_UTF16_LE: "utf-16",
-    codecs.BOM_UTF16_BE: "utf-16",
-}
 
 
 def local_path(data: str, folder: Path = Path()) -> Path:
@@ -92,12 +85,13 @@ def open_text(place: Place, newline: str | None, says_encoding: bool = True) -> 
             raise UsageError(f"{place} is a workbook of Excel, or a zip archive: save it as CSV, or unpack it")
         if ending := next((ending for ending, first in PACKED.items() if start.startswith(first)), ""):
             raise UsageError(f"{place} is compressed: rename it to {PurePath(place).name}{ending}, or unpack it")
-        encoding = next((name for mark, name in MARKS.items() if start.startswith(mark)), "utf-8-sig")
-        if encoding != "utf-8-sig" and says_encoding:
-            say(f"{place} is read as {encoding.upper()}, as its first bytes say")
-        if encoding == "utf-8-sig" and start[:1].isascii() and b"\0" in start.partition(b"\n")[0]:
+        encoding = detect_encoding(start[:4])
+        has_zeros = encoding == "utf-8" and start[:1].isascii() and b"\0" in start.partition(b"\n")[0]
+        if has_zeros or encoding.endswith(("-le", "-be")):
             advice = "it is not UTF-8 text; convert it with iconv -f UTF-16 -t UTF-8"
             raise UsageError(f"{place} holds zero bytes: {advice}")
+        if encoding in ("utf-16", "utf-32") and says_encoding:
+            say(f"{place} is read as {encoding.upper()}, as its first bytes say")
         with io.TextIOWrapper(file, encoding=encoding, newline=newline) as text:
             try:
                 yield text
