@@ -69,7 +69,7 @@ def try_export(setup: Setup, group: CpuGroup) -> None:
 
 
 class _Reads(TorchDispatchMode):
-    """Notes the name of a tensor of the module that the code in the `with` block reads."""
+    """Records the name of a tensor of the module that the code in the `with` block reads."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
