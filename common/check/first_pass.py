@@ -224,10 +224,12 @@ def _twice(batch: Batch, half: slice) -> Batch:
 def one_pass(model: nn.Module, batch: Batch, trains: bool = False) -> Iterator[Batch]:
     """A `with` block for a pass in evaluation, or training (`trains`), on a copy of the batch. Keeps the generators."""
     device = next(value.device for value in batch.values() if isinstance(value, Tensor))
-    mode = nullcontext() if trains else evaluating(model)
+    mode, modes = nullcontext() if trains else evaluating(model), {each: each.training for each in model.modules()}
     with _no_new_weights(model), torch.set_grad_enabled(trains), mode, restore_generators(device):
         seed_forward(0, EVALUATION, 0, device)
         yield copied_batch(batch)
+    for module, is_training in modes.items():  # forward_step may have changed it
+        module.training = is_training
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:

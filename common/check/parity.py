@@ -158,7 +158,8 @@ class ParityCheck:
             {name: value for name, value in group.items() if name not in ("params", "lr")}
             for group in self.engine.optimizer.param_groups
         ]
-        return [repr(groups), *map(int, self.engine.replicas.bits().values())]
+        modes = [module.training for _, module in self.engine.running_modules()]
+        return [repr(groups), *modes, *map(int, self.engine.replicas.bits().values())]
 
     def _kept_by_functions(self) -> list[Entry]:
         walk = Walk()
