@@ -245,11 +245,16 @@ def test_no_recordings(tmp_path: Path) -> None:
     assert line(b"RIFF").startswith("x.wav cannot be read (")
     without = "x.wav cannot be read (it has neither bytes nor a path): expected WAV, FLAC, OGG or MP3"
     assert line({"bytes": None, "path": None}) == without
-    for form in ("wav", "aiff", "au"):
-        soundfile.write(tmp_path / f"half.{form}", sine(RATE), RATE)
+    noise = numpy.random.default_rng(0).standard_normal((3 * RATE, 2)) / 9
+    for form in ("wav", "aiff", "au", "mp3", "ogg"):
+        soundfile.write(tmp_path / f"half.{form}", noise, RATE)
         content = (tmp_path / f"half.{form}").read_bytes()
-        half = line(content[: len(content) // 2])
-        assert half == f"x.wav has {len(content) // 2:,} of the {len(content):,} bytes in its header: copy it again"
+        half, last = line(content[: len(content) // 2]), line(content[:-100])
+        if form != "ogg":  # whose pages tell their own size
+            assert half == f"x.wav has {len(content) // 2:,} of the {len(content):,} bytes in its header: copy it again"
+        assert last.endswith(f"of the {len(content):,} bytes in its header: copy it again") and half.endswith("again")
+    image = b"ID3\3\0\0\0\0\0\7" + b"7" * 7  # in front of an MP3
+    assert line(image + (tmp_path / "half.mp3").read_bytes()[:-100]).endswith("in its header: copy it again")
     soundfile.write(tmp_path / "loud.wav", 9830 * sine(RATE), RATE, subtype="FLOAT")
     assert line(str(tmp_path / "loud.wav")).startswith(
         "x.wav has numbers up to 4,915: expected -1 to 1; divide by 32768"

@@ -2,6 +2,7 @@
 
 import io
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ TEXTS = "expected metadata.csv or metadata.jsonl with the column file_name and t
 CLASSES = "expected a folder with a sub-folder for each class, such as cat/1.wav and dog/2.wav"
 # {first bytes: (byte order and place of a size in the header, number of bytes that it does not count)}
 SIZES: Any = {b"RIFF": ("little", 4, 8), b"FORM": ("big", 4, 8), b".snd": ("big", 8, 24)}
+# The first frame of an MP3, if it tells the number of bytes from its own first one.
+XING = re.compile(rb"\xff[\xe2-\xff].{10,40}?(?:Xing|Info)\0\0\0[\3\7\x0b\x0f].{4}(.{4})", re.DOTALL)
 SLACK, STREAMED = 8, 2**31 - 2**16  # bytes: sizes are slightly wrong; or of a stream, which did not know its own
 LOUDEST = 8  # above it, numbers with a fraction were not scaled; 1 is the usual maximum
 ADVICE = "use --data tones for the embedded recordings, or the path of a folder, or of a .csv, .jsonl or .parquet file"
@@ -136,9 +139,7 @@ def open_recording(file: Any, name: str) -> Recording:
     except (RuntimeError, OSError, TypeError) as error:
         reason = "it has neither bytes nor a path" if file is None else first_line(error)
         raise UsageError(f"{name} cannot be read ({reason}): expected WAV, FLAC, OGG or MP3") from None
-    order, place, more = SIZES.get(content[:4], ("big", 0, 0))
-    said = int.from_bytes(content[place : place + 4], order) + more
-    if content[:4] in SIZES and len(content) + SLACK < said < STREAMED:
+    if len(content) + SLACK < (said := _size_said(content)) < STREAMED:
         raise UsageError(f"{name} has {len(content):,} of the {said:,} bytes in its header: copy it again")
     if not 1000 <= rate <= 384_000:  # to resample takes minutes
         raise UsageError(f"{name} has {rate:,} samples per second: expected 1,000 to 384,000; correct its header")
@@ -148,6 +149,19 @@ def open_recording(file: Any, name: str) -> Recording:
     if (peak := float(abs(waves).max())) > LOUDEST:
         raise UsageError(f"{name} has numbers up to {peak:,.0f}: expected -1 to 1; divide by 32768 if they had 16 bits")
     return Recording(wave, rate, name)
+
+
+def _size_said(content: bytes) -> int:
+    """How many bytes a file should have by its header, or by that of its last page; 0 if these do not tell."""
+    if content[:4] in SIZES:
+        order, place, more = SIZES[content[:4]]
+        return int.from_bytes(content[place : place + 4], order) + more
+    if content[:4] == b"OggS":
+        place = content.rfind(b"OggS\0") + 27
+        end = place + sum(content[place - 1 : place])  # of the lengths of the page's segments
+        return end + sum(content[place:end])
+    found = XING.search(content) if content[:1] == b"\xff" or content[:3] == b"ID3" else None
+    return found.start() + int.from_bytes(found[1]) if found else 0
 
 
 def load_recordings(
