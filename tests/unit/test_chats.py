@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import random
+import re
 from datetime import date
 from itertools import compress
 from pathlib import Path
@@ -442,6 +443,18 @@ def test_conversations_without_a_trained_token_are_left_out(tmp_path: Path, caps
     line = f"{57 - len(train)} of 57 training conversations have no trained token within --max_length 40: left out"
     assert line in output
     assert all(sample["weight"] > 0 for sample in (ChatDataset(train)[index] for index in range(len(train))))
+
+
+def test_empty_answers_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """As in TRL, the model learns to end there at once. A call has no text, and weight 0 no answer to learn."""
+    empty, called = ANSWER | {"content": ""}, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}
+    path = write(tmp_path / "a.jsonl", *[{"messages": [QUESTION, empty if row % 3 else ANSWER]} for row in range(9)])
+    for _ in range(2):  # the second time from the cache
+        load_chats(path, small_chat_model(64, "sdpa")[1], 64, "messages")
+        said = re.findall(r"(\d) (?:training|evaluation) conversations have an empty ans", capsys.readouterr().out)
+        assert sum(map(int, said)) == 6
+    for messages in ([QUESTION, called], [QUESTION, empty | {"weight": 0}, QUESTION, ANSWER]):
+        assert not Conversation.of(messages).has_empty_answer
 
 
 @pytest.mark.parametrize("nothing", [None, [], ""])

@@ -24,7 +24,7 @@ from ..streams import cache_folder, rows_on_disk
 from .conversations import USUAL, Conversation, Messages, answer_spans, find_unused, reach_into
 
 HELD_OUT = 20  # one conversation in this many is for evaluation, if the source has no evaluation part
-VERSION = 7  # of the encoded rows: a new number encodes them again
+VERSION = 8  # of the encoded rows: a new number encodes them again
 NUM_LOOKED_AT = 16  # conversations to check for parts that the template does not use
 OF_TEMPLATE = "tools", "chat_template_kwargs"  # columns for the template, besides messages
 
@@ -34,8 +34,8 @@ class Chats:
     """Encoded conversations."""
 
     # For each, {"tokens": ids without those beyond the limit, "trained": for each of them whether the model learns to
-    # write it, "num_trained", "length": the number of ids before the cut, "equal": whether both conversations of a pair
-    # have the same tokens}. A list, or a `datasets.Dataset` whose rows stay on disk.
+    # write it, "num_trained", "length": the number of ids before the cut, "is_empty": whether an answer is, "equal":
+    # whether both conversations of a pair have the same tokens}. A list, or a `datasets.Dataset` whose rows stay on disk.
     rows: Any
     chat: Callable[[int], Conversation]  # the conversation with an index
     per_sample: int = 1  # how many consecutive conversations make a sample
@@ -85,6 +85,9 @@ class Chats:
             if number:
                 within = f"within --max_length {max_length}: left out"
                 say(f"--data {data}: {number:,} of {total:,} {use} {reason} {within}")
+        taught = self if len(kept) == total else self.part(kept)
+        if number := sum(taught._column("is_empty")):
+            say(f"--data {data}: {number:,} {use} conversations have an empty answer: the model learns to end at once")
         if whole and not kept:
             raise UsageError(f"--data {data}: both answers of each pair are equal: there is no preference to learn")
         if not kept:
@@ -93,7 +96,7 @@ class Chats:
             if "assistant" in roles:
                 advice = "use a chat_template that writes the answers, a larger --max_length, or weights above 0"
             raise UsageError(f"--data {data}: no token is trained: {advice}")
-        return self if len(kept) == total else self.part(kept)
+        return taught
 
     def facts(self, max_length: int) -> str:
         """The share of trained tokens, and how many conversations were cut, for the terminal."""
@@ -230,7 +233,7 @@ def load_samples(
 
         integer, truth = datasets.Value("int64"), datasets.Value("bool")
         lists = {"tokens": datasets.List(integer), "trained": datasets.List(truth)}
-        features = datasets.Features({**lists, "num_trained": integer, "length": integer, "equal": truth})
+        features = datasets.Features({**lists, "num_trained": integer, "length": integer, "is_empty": truth, "equal": truth})
         parts = []
         advice = f"use --data rules, or the path of a .jsonl file of {noun}s"
         for table in load_tables(data, advice, max_samples, partial(_has_answers, read=read, needs=needs)):
@@ -299,8 +302,9 @@ def encode(chat: Any, tokenizer: Any, max_length: int) -> dict[str, Any]:
     encoded = tokenizer(text, add_special_tokens=chat.is_plain, return_offsets_mapping=True)
     tokens, trained = encoded["input_ids"], reach_into(spans, encoded["offset_mapping"])
     trained[:1] = [False] * len(trained[:1])  # no token comes before it
-    trained = trained[:max_length]
-    return {"tokens": tokens[:max_length], "trained": trained, "num_trained": sum(trained), "length": len(tokens)}
+    tokens, trained, facts = tokens[:max_length], trained[:max_length], {"length": len(tokens)}
+    facts |= {"num_trained": sum(trained), "is_empty": chat.has_empty_answer}
+    return {"tokens": tokens, "trained": trained} | facts
 
 
 DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday"

@@ -47,6 +47,12 @@ class Conversation:
         """Whether it ends with an answer that is a text."""
         return self.messages[-1]["role"] == "assistant" and self.answer.strip() != ""
 
+    @property
+    def has_empty_answer(self) -> bool:
+        """Whether a message to learn has neither a text nor calls nor reasoning: the model learns to end at once."""
+        answers = [one for one in self.messages[self.first :] if one["role"] == "assistant" and one.get("weight") != 0]
+        return any(not text_of(one).strip() and not {"tool_calls", *THOUGHTS} & {*one} for one in answers)
+
     @classmethod
     def of(cls, given: Any) -> Self:
         """A conversation from messages in any form; a conversation is returned unchanged. Raises UsageError."""
