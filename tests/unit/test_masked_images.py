@@ -111,7 +111,7 @@ def test_numbers_of_any_file(tmp_path: Path, mode: str, capfd: Out) -> None:
     assert "numbers of the classes have gaps, as in masks that were scaled" in capfd.readouterr().out
 
 
-def test_pixels_that_do_not_count(tmp_path: Path) -> None:
+def test_pixels_that_do_not_count(tmp_path: Path, capfd: Out) -> None:
     mask = halves(3, 7)
     mask[0] = 255
     for name in range(5):
@@ -122,6 +122,10 @@ def test_pixels_that_do_not_count(tmp_path: Path) -> None:
     expected = numpy.where(mask == 255, IGNORED, numpy.where(mask == 3, 0, 1))
     assert (sample["mask"].numpy() == expected).all()
     assert len(load(tmp_path, -1)[0].classes) == 3
+    for name, both in enumerate([(3, 7), (3, 4), (4, 6), (5, 5), (7, 6)]):
+        write(tmp_path / f"{name}.png", halves(*both))
+    capfd.readouterr()
+    assert [*load(tmp_path, 5)[0].classes] == [3, 4, 6, 7] and "gaps" not in capfd.readouterr().out
 
 
 def test_names_of_classes(tmp_path: Path) -> None:

@@ -129,7 +129,8 @@ def load_masked_images(
         sets = [replace(sets[0], rows=ids.tolist()) for ids in hold_out(len(masks[0]), one_in=5)]
     sizes, names = f"{len(sets[0].rows):,} images for training, {len(sets[1].rows):,} for evaluation", classes.values()
     say(f"--data {data}: {sizes}; {len(names):,} classes: {shorten([*names])}")
-    if not class_names and max(classes) - min(classes) >= len(classes) > 2:
+    spread = max(classes) - min(classes) - (min(classes) < ignored < max(classes))
+    if not class_names and spread >= len(classes) > 2:
         say(f"--data {data}: the numbers of the classes have gaps, as in masks that were scaled with interpolation")
     return sets[0], sets[1]
 
