@@ -29,6 +29,7 @@ from transformers import (
     XLNetForSequenceClassification,
 )
 
+from accelerate_recipes.common.accidents import advice
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.tasks.models.causal_lm import load_pretrained
 from accelerate_recipes.common.tasks.models.encoder import always_mask, load_encoder, pad_texts, word_tokenizer
@@ -149,6 +150,21 @@ def test_languages_and_lengths_of_a_translator(source: str, target: str, most: i
         return
     with pytest.raises(UsageError, match=re.escape(line)):
         Translations([("red", "rot")] * 2, tokenizer, model, "", 8, most)
+
+
+def test_a_language_for_a_tokenizer_that_has_none() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.src_lang = "en"  # as --source_lang does
+    line = "--source_lang en: the tokenizer has no languages: leave it out"
+    with pytest.raises(UsageError, match=line):
+        Translations([("red", "rot")] * 2, tokenizer, SimpleNamespace(config=None), "", 8, 8)
+
+    def get_lang_token(code: str) -> str:  # as M2M100's
+        return {"en": "__en__"}[code]
+
+    with pytest.raises(KeyError) as caught:
+        get_lang_token("xx")
+    assert advice(caught.value) == "the tokenizer has no language 'xx': use the code of one, such as --source_lang en"
 
 
 def test_numbers_that_need_a_scale_are_refused(tmp_path: Path) -> None:

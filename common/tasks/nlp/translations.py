@@ -38,6 +38,8 @@ class Translations(ListDataset):
             raise UsageError(f"{flag} {max_target_length} exceeds the model's {most} positions: use {flag} {most}")
         for side, name, word in (("source", "src_lang", "text"), ("target", "tgt_lang", "text_target")):
             if language := getattr(tokenizer, name, None):
+                if not hasattr(type(tokenizer), "src_lang") and name not in tokenizer.init_kwargs:  # a flag has set it
+                    raise UsageError(f"--{side}_lang {language}: the tokenizer has no languages: leave it out")
                 with suppress(KeyError):
                     if tokenizer.unk_token_id not in tokenizer(**{word: ""})["input_ids"]:
                         continue
