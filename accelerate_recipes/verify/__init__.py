@@ -7,7 +7,7 @@ import typer
 
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.console import AsJson, Flags
-from accelerate_recipes.paths import check_folder
+from accelerate_recipes.paths import check_folder, check_new_file
 
 
 def verify(
@@ -63,7 +63,9 @@ def verify(
             raise UsageError("--record runs one process: remove --config and --output")
         return single.record(script, flags or [], steps or 20, record, accelerate, as_json)
     folder = output or Path("verified") / script.stem
-    check_folder(folder, "--output" if output else "")
+    check_folder(folder, name := "--output" if output else "")
+    if (earlier := folder / "certificate.json").exists():
+        check_new_file(earlier, name, f'{script.name}"')
     if accelerate:
         return plain.verify_watched(script, flags or [], steps or 20, folder, as_json, split_batches)
     return recipe.verify_recipe(script, flags or [], steps or 20, config, folder, as_json)

@@ -155,6 +155,7 @@ def test_a_single_file_needs_nothing_from_here(tmp_path: Path, monkeypatch: pyte
         ("verify full/train.py --record full/train.py", "--record full/train.py exists, and this command"),
         ("data full/train.py --output full/train.py", "--output full/train.py exists, and this command"),
         ("verify full/train.py --output full/train.py", "--output full/train.py is a file: use another"),
+        ("verify full/train.py --output full", "--output full/certificate.json is there, and this command has not"),
         ("verify full/train.py --config full/train.py", "full/train.py has no keys: compare it"),
         (f"new mnist {'x' * 300}", "cannot be written (File name too long): use another path"),
         ("new mnist full/train.py/x", "full/train.py is a file: use another"),
@@ -174,12 +175,14 @@ def test_bad_input_gets_one_line_and_writes_nothing(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "train.py").write_text("# a recipe")
+    if "--output full" in arguments:
+        (tmp_path / "full" / "certificate.json").write_text('{"script": "recipes/other.py", "sha256": "0"}')
     if "full/ddp.yaml" in arguments:
         (tmp_path / "full" / "ddp.yaml").write_text("num_processes: 2")
     assert tool(monkeypatch, *arguments.split(" ")) == 2
     output = capsys.readouterr()
     assert line in output.err and output.err.count("\n") == 1 and not output.out
-    assert {path.name for path in tmp_path.rglob("*")} <= {"full", "train.py", "ddp.yaml"}
+    assert {path.name for path in tmp_path.rglob("*")} <= {"full", "train.py", "ddp.yaml", "certificate.json"}
 
 
 def test_a_project_in_the_folder_where_the_user_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
