@@ -97,10 +97,12 @@ def test_a_part_without_texts_is_no_evaluation(
     assert "recordings in other folders: 2, such as test/0.wav" in capfd.readouterr().out
 
 
-def test_tables_of_splits_beside_the_recordings(tmp_path: Path) -> None:
+@pytest.mark.parametrize("below", ["wavs/{}/", ""])
+def test_tables_of_splits_beside_the_recordings(tmp_path: Path, below: str) -> None:
+    """Common Voice leaves out the name of its folder, clips."""
     for part, number in (("train", 4), ("dev", 3)):
-        names = write(tmp_path / "wavs" / part, number)
-        rows = [f"wavs/{part}/{name}\t{part} {name[0]}" for name in names]
+        names = write(tmp_path / (below.format(part) or "clips"), number)
+        rows = [f"{below.format(part)}{name}\t{part} {name[0]}" for name in names]
         (tmp_path / f"{part}.tsv").write_text("\n".join(["audio\ttext", *rows]))
     parts = load(tmp_path)
     assert [part.labels[-1] for part in parts] == ["train 3", "dev 2"] and len(parts[0].samples[3].wave) == 1040

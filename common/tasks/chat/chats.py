@@ -34,8 +34,8 @@ class Chats:
     """Encoded conversations."""
 
     # For each, {"tokens": ids without those beyond the limit, "trained": for each of them whether the model learns to
-    # write it, "num_trained", "length": the number of ids before the cut, "is_empty": whether an answer is, "equal":
-    # whether both conversations of a pair have the same tokens}. A list, or a `datasets.Dataset` whose rows stay on disk.
+    # write it, "num_trained", "length": the number of ids before the cut, "is_empty": of an answer, "equal": whether
+    # both conversations of a pair have the same tokens}. A list, or a `datasets.Dataset` whose rows stay on disk.
     rows: Any
     chat: Callable[[int], Conversation]  # the conversation with an index
     per_sample: int = 1  # how many consecutive conversations make a sample
@@ -232,8 +232,11 @@ def load_samples(
         import datasets  # not at the top: the import takes seconds
 
         integer, truth = datasets.Value("int64"), datasets.Value("bool")
-        lists = {"tokens": datasets.List(integer), "trained": datasets.List(truth)}
-        features = datasets.Features({**lists, "num_trained": integer, "length": integer, "is_empty": truth, "equal": truth})
+        features = datasets.Features(
+            {"tokens": datasets.List(integer), "trained": datasets.List(truth)}
+            | dict.fromkeys(("num_trained", "length"), integer)
+            | dict.fromkeys(("is_empty", "equal"), truth)
+        )
         parts = []
         advice = f"use --data rules, or the path of a .jsonl file of {noun}s"
         for table in load_tables(data, advice, max_samples, partial(_has_answers, read=read, needs=needs)):
