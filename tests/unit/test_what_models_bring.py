@@ -14,6 +14,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForQuestionAnswering,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     Dinov2Config,
@@ -37,7 +38,7 @@ from accelerate_recipes.common.tasks.models.pretrained import freeze_unused, loa
 from accelerate_recipes.common.tasks.models.tokenization import byte_tokenizer
 from accelerate_recipes.common.tasks.nlp.translations import Translations
 from accelerate_recipes.common.weights.on_disk import materialize, on_disk
-from support.small_model import write_encoder, write_model
+from support.small_model import write_encoder, write_encoder_decoder, write_model
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
@@ -89,6 +90,19 @@ def test_folder_without_a_tokenizer(tmp_path: Path) -> None:
         path.unlink()
     with pytest.raises(UsageError, match=r"no tokenizer there \(.*; copy its files, such as tokenizer.json, f"):
         load_pretrained(str(tmp_path), 16, "sdpa")
+
+
+@pytest.mark.parametrize("kind", ["bert", "t5"])
+def test_a_tokenizer_of_special_tokens_alone(tmp_path: Path, kind: str) -> None:
+    """transformers makes it where the files are missing; each text would be unknown words."""
+    if kind == "bert":
+        write_encoder(tmp_path)
+    else:
+        write_encoder_decoder(tmp_path, "t5")
+    for path in tmp_path.glob("*token*"):
+        path.unlink()
+    with pytest.raises(UsageError, match=r"its tokenizer knows no words: copy its files, such as tokenizer"):
+        load_encoder(AutoModel if kind == "bert" else AutoModelForSeq2SeqLM, str(tmp_path), 8)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from .tokenization import tokenizer_of
 TYPES = ("F64", "F32", "F16", "BF16")  # of safetensors, whose numbers are the weights themselves
 SCALED = ("F8_E4M3", "F8_E5M2")  # each comes with its scales
 LARGE = 700_000_000  # weights
+COPY = "copy its files, such as tokenizer.json, from the base model"
 PLAIN = "use the path of the original model, with weights in float32, bfloat16 or float16"
 
 
@@ -51,7 +52,7 @@ def _reason(error: Exception, expected: str, has_flag: bool) -> str:
     if "trust_remote_code" in (text := str(error)):  # otherwise transformers would ask, in each process
         advice = "read it, and use --trust_remote_code to run it" if has_flag else "this recipe does not run it"
         return f" comes with its own Python code: {advice}"
-    needs = "; copy its files, such as tokenizer.json, from the base model" if expected == "tokenizer" else ""
+    needs = f"; {COPY}" if expected == "tokenizer" else ""
     if "video processor" in text and find_spec("torchvision") is None:
         needs = "; run pip install torchvision"
     if "scaled_dot_product_attention" in text:
@@ -272,14 +273,16 @@ def _check_types(model: PreTrainedModel, folder: WeightFiles, dequantized: bool)
 
 
 def _check_rows(model: PreTrainedModel, tokenizer: Any) -> None:
-    """Raises UsageError if a token of the tokenizer, or of a processor's, has no row in the embedding. Special tokens
-    that the model does not use become text: the text-only Gemma 3 has one for images."""
+    """Raises UsageError if the tokenizer, or a processor's, has only special tokens, as transformers makes it where its
+    files are missing; or a token without a row in the embedding. Special tokens that the model does not use become
+    text: the text-only Gemma 3 has one for images."""
     try:
-        num_rows = model.get_input_embeddings().num_embeddings
-    except (AttributeError, NotImplementedError):  # it embeds differently: CANINE hashes characters
+        num_rows, plain = model.get_input_embeddings().num_embeddings, tokenizer_of(tokenizer)
+        tokens, added = plain.get_vocab(), {str(each) for each in plain.added_tokens_decoder.values()}
+    except (AttributeError, NotImplementedError):  # it embeds differently, as CANINE hashes characters; or no tokenizer
         return
-    plain = tokenizer_of(tokenizer)
-    tokens = plain.get_vocab() if plain is not None else {}
+    if len(tokens.keys() - added) < 2:  # T5's has one
+        raise UsageError(f"its tokenizer knows no words: {COPY}")
     without = sorted((token for token, number in tokens.items() if number >= num_rows), key=tokens.__getitem__)
     if not without:
         return

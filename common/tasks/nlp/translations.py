@@ -43,10 +43,9 @@ class Translations(ListDataset):
                 with suppress(KeyError):
                     if tokenizer.unk_token_id not in tokenizer(**{word: ""})["input_ids"]:
                         continue
-                known = ", ".join(
-                    sorted(token.strip("_") for token in tokenizer.get_added_vocab() if "<" not in token)[:4]
-                )
-                raise UsageError(f"--{side}_lang {language} is unknown to the tokenizer: use one of {known}, ...")
+                known = sorted(token.strip("_") for token in tokenizer.get_added_vocab() if "<" not in token)[:4]
+                what = f"is unknown to the tokenizer: use one of {', '.join(known)}, ..."
+                raise UsageError(f"--{side}_lang {language} {what}")
         sources = tokenizer([prefix + source for source, _ in pairs], truncation=True, max_length=max_length)
         targets = tokenizer(text_target=[target for _, target in pairs], truncation=True, max_length=max_target_length)
         kept = rows_with_tokens(sources, targets)
