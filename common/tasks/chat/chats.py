@@ -87,7 +87,7 @@ class Chats:
                 say(f"--data {data}: {number:,} of {total:,} {use} {reason} {within}")
         taught = self if len(kept) == total else self.part(kept)
         if number := sum(taught._column("is_empty")):
-            say(f"--data {data}: {number:,} {use} conversations have an empty answer: the model learns to end at once")
+            say(f"--data {data}: {number:,} {use} conversations have an empty answer: only its end is trained")
         if whole and not kept:
             raise UsageError(f"--data {data}: both answers of each pair are equal: there is no preference to learn")
         if not kept:
@@ -327,9 +327,7 @@ def answers_by_rules() -> dict[str, str]:
 
 def by_rules() -> list[Messages]:
     """1,000 conversations of one to three questions, whose answers follow rules, in a fixed random order."""
-    answers = answers_by_rules()
-    generator = random.Random(0)
-    chats: list[Messages] = []
+    answers, chats, generator = answers_by_rules(), list[Messages](), random.Random(0)
     for _ in range(1000):
         turns = generator.sample(sorted(answers), generator.choice((1, 2, 3)))
         pairs = [({"role": "user", "content": q}, {"role": "assistant", "content": answers[q]}) for q in turns]
