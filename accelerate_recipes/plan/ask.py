@@ -86,7 +86,7 @@ def plans(script: Path, flags: Sequence[str], cases: Sequence[Case], gpu: Gpu) -
         try:
             answers = _plans(script, of_stages, [cases[number] for number in numbers], gpu)
         except UsageError as error:
-            if len(numbers) == len(cases):
+            if not found:  # not even without a pipeline
                 raise
             answers = [NoPlan(failed=str(error), config=cases[number].config.stem) for number in numbers]
         found |= zip(numbers, answers)

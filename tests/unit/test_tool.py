@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jinja2 import UndefinedError
@@ -17,6 +18,8 @@ from jinja2 import UndefinedError
 from accelerate_recipes import distribution
 from accelerate_recipes.bundle import COMMON, VERSION
 from accelerate_recipes.catalog import GROUPS, runs_here
+from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.plan import ask
 from accelerate_recipes.templates import FOLDER, render
 from accelerate_recipes.verify.causes import likely_cause
 from accelerate_recipes.verify.certificate import Row
@@ -183,6 +186,24 @@ def test_bad_input_gets_one_line_and_writes_nothing(
     output = capsys.readouterr()
     assert line in output.err and output.err.count("\n") == 1 and not output.out
     assert {path.name for path in tmp_path.rglob("*")} <= {"full", "train.py", "ddp.yaml", "certificate.json"}
+
+
+def test_a_mistake_that_no_config_causes_ends_a_plan_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise each config would repeat its line, with exit code 1. With a pipeline alone, it is the config's line."""
+    works = set[int]()
+
+    def dry_run(script: Path, flags: list[str], cases: list[ask.Case], gpu: Any) -> list[str]:
+        if cases[0].stages not in works:
+            raise UsageError("--nix: no such flag")
+        return ["a plan"] * len(cases)
+
+    monkeypatch.setattr(ask, "_plans", dry_run)
+    cases = [ask.Case(Path(f"{stages}.yaml"), stages=stages) for stages in (1, 1, 2)]
+    with pytest.raises(UsageError, match="--nix: no such flag"):
+        ask.plans(Path("train.py"), [], cases, Any)
+    works.add(1)
+    *plans, failed = ask.plans(Path("train.py"), [], cases, Any)
+    assert plans == ["a plan"] * 2 and failed.failed == "--nix: no such flag"
 
 
 def test_a_project_in_the_folder_where_the_user_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
