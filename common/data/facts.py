@@ -27,9 +27,9 @@ def count_by_class(classes: Sequence[str], labels: Sequence[int]) -> str:
     return f"{len(classes):,} classes: {shorten([f'{name} {counts[number]:,}' for number, name in enumerate(classes)])}"
 
 
-def shorten(names: Sequence[str]) -> str:
+def shorten(names: Sequence[str], most: int = NUM_NAMED) -> str:
     """A list of names for a line, the first few of many."""
-    return printable(", ".join(names[:NUM_NAMED])) + (f", ... ({len(names):,} in all)" * (len(names) > NUM_NAMED))
+    return printable(", ".join(names[:most])) + f", ... ({len(names):,} in all)" * (len(names) > most)
 
 
 def printable(name: str) -> str:

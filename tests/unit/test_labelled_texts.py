@@ -48,6 +48,12 @@ def test_files(tmp_path: Path) -> None:
     [
         (["review,label", "a,b"], "has no column text: use --text_column with one of review, label"),
         (["text, label", "a,b"], "has no column label: use --label_column with one of text, ' label'"),
+        (
+            [",".join(map(str, range(10_000))), "0," * 9_999 + "0"],
+            "has no column text: use --text_column with one of 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, "
+            "16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, "
+            "42, 43, 44, 45, 46, 47, 48, 49, ... (10,000 in all)",
+        ),
         (["text,stars", "a,b"], "has no column label: use --label_column with one of text, stars"),
         (
             ["text,label", *["a,b"] * 9],

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 import numpy
 
-from ...data.facts import say
+from ...data.facts import say, shorten
 from ...errors import UsageError, first_line
 from ..streams import cache_folder, rows_on_disk
 from .text_files import Place, ending_of, open_text, packing_of
@@ -27,6 +27,7 @@ VERSION = 3  # of the rows on disk: a new number makes new files
 MAX_BYTES_IN_MEMORY = 16_000_000  # the rows of larger files stay on disk
 UNPACKED = 8  # times the size of a packed file, about
 ROWS_PER_READ = 1000  # of a large file
+COLUMNS_NAMED = 50  # in a line
 ROWS_LOOKED_AT = 100  # for the names of the columns of a large file
 SEPARATORS = (",", ";", "\t", "|")
 EXCEL = re.compile(r'"?sep=(.)"?\s*', re.IGNORECASE)  # its first line may name the separator
@@ -85,8 +86,9 @@ class Table:
         """Raises UsageError unless the table has these columns, {flag that names a column: its name}."""
         for flag, name in columns.items():
             if name not in self.column_names and name.partition(".")[0] not in self.column_names:
-                found = ", ".join(repr(each) if re.search(r"^\s|\s$|,", each) else each for each in self._named_texts())
-                raise UsageError(f"--data {self.name} has no column {name}: use {flag} with one of {found}{self.form}")
+                found = [repr(each) if re.search(r"^\s|\s$|,", each) else each for each in self._named_texts()]
+                advice = f"use {flag} with one of {shorten(found, COLUMNS_NAMED)}{self.form}"
+                raise UsageError(f"--data {self.name} has no column {name}: {advice}")
 
     @property
     def form(self) -> str:
@@ -103,7 +105,7 @@ class Table:
     def say_unread(self, *read: str) -> None:
         """Prints the columns that are not among these."""
         if unread := [name for name in self.column_names if name not in read]:
-            say(f"--data {self.name}: columns not read: {', '.join(unread)}")
+            say(f"--data {self.name}: columns not read: {shorten(unread, COLUMNS_NAMED)}")
 
     def has_classes(self, *columns: str | None) -> bool:
         """Whether any cell of a column has a class: not empty, not -1 or -100 (no class), nor a list of only these."""

@@ -57,6 +57,8 @@ def open_bytes(place: Place) -> Iterator[io.BufferedReader]:
         if isinstance(place, Path):
             check_is_pulled(place)
             raw: Any = place.open("rb")
+            if packing and (start := raw.peek(9)) and not start.startswith(PACKED[packing]):
+                raise UsageError(f"{place} is no {packing} file: remove {packing} from its name, or copy it again")
         else:
             import fsspec  # type: ignore[import-untyped]  # a dependency of `datasets`
 
