@@ -51,8 +51,8 @@ def at_fit(
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"} | (variables or {})
         run = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", errors="replace")
         if not result.exists():
-            lines = (run.stderr.strip() or run.stdout.strip() or "it printed nothing").splitlines()
-            why = f"{script} stops before it calls fit: {lines[-1]}"
+            said = run.stderr.strip() or run.stdout.strip() * (run.returncode != 0) or "it ended without an error"
+            why = f"{script} stops before it calls fit: {said.splitlines()[-1]}"
             if (made := Path(f"{result}.bytes")).exists():
                 size = int(made.read_text())
                 if size < psutil.virtual_memory().available / 2:  # a recipe may load a copy

@@ -286,6 +286,9 @@ def test_objects_as_lists_of_different_lengths(tmp_path: Path) -> None:
         else:
             with pytest.raises(UsageError, match=r"0\.png: an object is .{6,}: expected a bbox of left"):
                 load(tmp_path)
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "0.png", "objects": "{}"}')
+    with pytest.raises(UsageError, match=r"0\.png: an object is '{}': expected a bbox of left"):  # in quotes: a text
+        load(tmp_path)
     (tmp_path / "metadata.jsonl").write_text('{"image": "0.png", "objects": []}')
     with pytest.raises(UsageError, match=r"metadata.jsonl has no column file_name: name the file of each image there"):
         load(tmp_path)

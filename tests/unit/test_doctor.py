@@ -153,6 +153,11 @@ def ddp(num_processes: int, **changes: Any) -> Config:
     return Config(Path("config.yaml"), values, SERVER)
 
 
+@pytest.mark.parametrize(("value", "number"), [("2", "2"), ("two", "a number"), (10**21, "a number")])
+def test_a_number_of_processes_that_no_machine_has_is_not_what_to_type(value: Any, number: str) -> None:
+    assert [found.type for found in findings([launching.counts], ddp(value))] == [f"num_processes: {number}"]
+
+
 def test_a_gpu_that_torch_cannot_use_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.accelerator.is_available():
         pytest.skip("torch can use the accelerator of this machine")

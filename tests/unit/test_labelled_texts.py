@@ -70,6 +70,12 @@ def test_broken_files(tmp_path: Path, rows: list[str], line: str) -> None:
         load_labelled_texts(str(tmp_path / "b.csv"))
 
 
+def test_one_object_that_holds_all_rows(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.json", '{"text": "a", "label": ["good", "bad"]}')
+    with pytest.raises(UsageError, match=r"use --target classes; it has one row: expected one object per line"):
+        load_labelled_texts(path)
+
+
 def test_words() -> None:
     tokenizer = word_tokenizer(["The cat, the dog", "the cat 42 42"], 100)
     tokens = tokenizer("THE cat, 24 bird")["input_ids"]

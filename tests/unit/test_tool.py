@@ -16,6 +16,7 @@ import pytest
 from jinja2 import UndefinedError
 
 from accelerate_recipes import distribution
+from accelerate_recipes.at_fit import at_fit
 from accelerate_recipes.bundle import COMMON, VERSION
 from accelerate_recipes.catalog import GROUPS, runs_here
 from accelerate_recipes.common.errors import UsageError
@@ -204,6 +205,17 @@ def test_a_mistake_that_no_config_causes_ends_a_plan_at_once(monkeypatch: pytest
     works.add(1)
     *plans, failed = ask.plans(Path("train.py"), [], cases, Any)
     assert plans == ["a plan"] * 2 and failed.failed == "--nix: no such flag"
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "line"), [(0, "", "it ended before"), (2, "", "1"), (2, "error: no data", "error: no data")]
+)
+def test_why_a_script_does_not_reach_fit(monkeypatch: pytest.MonkeyPatch, code: int, error: str, line: str) -> None:
+    """What it prints before it ends well is no reason."""
+    ended = subprocess.CompletedProcess([], code, "1\n", error)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: ended)
+    with pytest.raises(UsageError, match=f"train.py does not reach its call of fit: {line}$"):
+        at_fit(Path("train.py"), [], "ask:ask", None)
 
 
 def test_a_project_in_the_folder_where_the_user_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,8 +87,8 @@ def counts(config: Config) -> Iterator[Finding]:
         if value is not None and not is_count(value) and not (key == "num_processes" and value == -1):
             yield Finding(
                 f"{key} is {value!r}",
-                "accelerate launch needs a whole number above 0",
-                Edit(key, int(value)) if re.fullmatch("[1-9][0-9]*", str(value)) else by_hand(key, value),
+                "accelerate launch needs a whole number above 0, and no more than machines have",
+                Edit(key, int(value)) if re.fullmatch("[1-9][0-9]{0,5}", str(value)) else by_hand(key, value),
             )
     num_processes, num_machines = config.num_processes, config.num_machines
     if num_processes is not None and num_machines > 1 and num_processes % num_machines:

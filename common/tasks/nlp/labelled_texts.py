@@ -128,7 +128,7 @@ def _labels(table: Table, column: str, target: str) -> list[Any]:
     if target == "classes":
         return [tuple(filter(None, map(str.strip, cell))) for cell in table.lists(column, ",")]
     if any(isinstance(cell, list) for cell in table.values(column)):
-        raise UsageError(f"--data {table.name}: column {column} has lists of classes: use --target classes")
+        raise UsageError(f"--data {table.name}: column {column} has lists of classes: use --target classes{table.form}")
     labels = [*table.texts(column)]
     for row, name in enumerate(labels, start=1):
         if not (name and name.strip()):

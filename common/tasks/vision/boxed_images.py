@@ -222,7 +222,7 @@ def _objects_in(cell: Any, names: dict[Any, str] | None, image: str) -> list[Obj
         return objects
     except Exception:  # any error: the cell may hold anything
         form = "a bbox of left, top, width and height in pixels, a known category, and perhaps an iscrowd of 0 or 1"
-        raise UsageError(f"{image}: an object is {printable(str(row)[:90])}: expected {form}") from None
+        raise UsageError(f"{image}: an object is {printable(repr(row)[:90])}: expected {form}") from None
 
 
 def _differ(size: Sequence[float], other: Sequence[float]) -> bool:
