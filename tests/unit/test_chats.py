@@ -451,7 +451,7 @@ def test_empty_answers_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture
     path = write(tmp_path / "a.jsonl", *[{"messages": [QUESTION, empty if row % 3 else ANSWER]} for row in range(9)])
     for _ in range(2):  # the second time from the cache
         load_chats(path, small_chat_model(64, "sdpa")[1], 64, "messages")
-        said = re.findall(r"(\d) (?:training|evaluation) conversations have an empty ans", capsys.readouterr().out)
+        said = re.findall(r"(\d) (?:training|evaluation) conversations have an empty answer", capsys.readouterr().out)
         assert sum(map(int, said)) == 6
     for messages in ([QUESTION, called], [QUESTION, empty | {"weight": 0}, QUESTION, ANSWER]):
         assert not Conversation.of(messages).has_empty_answer

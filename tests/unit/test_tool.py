@@ -208,13 +208,13 @@ def test_a_mistake_that_no_config_causes_ends_a_plan_at_once(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("code", "error", "line"), [(0, "", "it ended before"), (2, "", "1"), (2, "error: no data", "error: no data")]
+    ("code", "error", "line"), [(0, "", "it ended without an error"), (2, "", "1"), (2, "error: no data", "error: no data")]
 )
 def test_why_a_script_does_not_reach_fit(monkeypatch: pytest.MonkeyPatch, code: int, error: str, line: str) -> None:
     """What it prints before it ends well is no reason."""
     ended = subprocess.CompletedProcess([], code, "1\n", error)
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: ended)
-    with pytest.raises(UsageError, match=f"train.py does not reach its call of fit: {line}$"):
+    with pytest.raises(UsageError, match=f"train.py stops before it calls fit: {line}$"):
         at_fit(Path("train.py"), [], "ask:ask", None)
 
 
