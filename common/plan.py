@@ -118,9 +118,7 @@ class Plan:
             )
         return order
 
-    def micro_batches(
-        self, first_step: int = 0, check: Callable[[int, torch.Tensor], None] | None = None
-    ) -> Iterator[Samples]:
+    def micro_batches(self, first_step: int = 0, check: Callable[..., None] | None = None) -> Iterator[Samples]:
         """This process's samples from optimizer step `first_step` to the end of the run.
 
         The samples of step k depend only on the seed and k: `batch_size` ids of that epoch's order, from

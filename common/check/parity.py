@@ -135,8 +135,7 @@ class ParityCheck:
             state, entries = self._left
             has_changed = state != self._state() or any(entry.find_changes() for entry in entries)
             if any(self.group.all_gather(has_changed)):
-                what = "the model, the optimizer, or what summarize or examples keeps"
-                self.accelerator.print(f"an evaluation changed {what}: later steps are not compared")
+                self.accelerator.print("an evaluation changed what training may use: later steps are not compared")
                 self._rehearsed = []
         with self.translating(number in self.numbers):
             try:
@@ -145,7 +144,10 @@ class ParityCheck:
                     is_later_compared = max(self._rehearsed, default=0) > number
                     self._left = None
                     if is_later_compared and self.plan.evaluates(number + 1):
-                        self._left = self._state(), self._kept_by_functions()
+                        walk = Walk()
+                        for name in ("summarize", "examples"):
+                            walk.visit(self._setup.options.get(name))
+                        self._left = self._state(), walk.entries
                     return result
             except Exception as error:
                 if number == self.first and (mixed := mixed_types(error, self.engine.module, micro_batches[0])):
@@ -160,12 +162,6 @@ class ParityCheck:
         ]
         modes = [module.training for _, module in self.engine.running_modules()]
         return [repr(groups), *modes, *map(int, self.engine.replicas.bits().values())]
-
-    def _kept_by_functions(self) -> list[Entry]:
-        walk = Walk()
-        for name in ("summarize", "examples"):
-            walk.visit(self._setup.options.get(name))
-        return walk.entries
 
     def _take_step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
         if number in self.numbers:

@@ -55,10 +55,7 @@ def try_export(setup: Setup, group: CpuGroup) -> None:
         else:
             layout = setup.plan.layout
             if reads.name and (layout.tp * layout.pp * layout.dp_shard > 1 or zero_stage(layout.environment) == 3):
-                line = (
-                    f"export reads {reads.name}, and {layout} divides the weights: read them after fit, from "
-                    f"{output_dir / 'model'}"
-                )
+                line = f"export reads {reads.name}, which {layout} divides: read {output_dir / 'model'} after fit"
         if disk.total and size > disk.free:  # some file systems do not say how large they are
             line = (
                 f"--output_dir {output_dir} has room for {disk.free / 1e9:,.3f} GB, but the exported model takes "

@@ -372,8 +372,7 @@ class PipelineEngine(Engine):
         return torch.linalg.vector_norm(torch.stack(norms))
 
     def holders(self, name: str) -> Sequence[int]:
-        processes = self._holders_of(name)
-        return tuple(rank for rank in super().holders(name) if self._places[rank] in processes)
+        return tuple(rank for rank in super().holders(name) if self._places[rank] in self._holders_of(name))
 
     def _of_all_stages(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         found: list[Any] = [None] * self.plan.layout.pp

@@ -181,7 +181,7 @@ class Stage(nn.Module):
             raise draws(type(self.model).__name__)
         if not is_again and not self.is_last:
             hidden = output if isinstance(output, Tensor) else output[0]
-            self._returned = hidden, hidden._version
+            self._returned = None if hidden.is_inference() else (hidden, hidden._version)
 
     def _give(self, *args: Any, **named: Any) -> Tensor:
         Absent.in_front = False

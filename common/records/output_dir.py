@@ -169,8 +169,9 @@ class OutputDir:
         resumed, whose, goes_on = self.config.resume_from_checkpoint, "an earlier run", ""
         is_foreign = "command" not in read_card(self.path) and not starts_over(self.path)  # no run wrote what is there
         is_latest, has_checkpoints = resumed == "latest", bool(checkpoints(self.path))
-        continues = (has_checkpoints or not is_foreign) if is_latest else not resumes_from_elsewhere(self.config)
-        if self.config.overwrite_output_dir or (resumed is not None and continues):
+        is_new = is_latest and is_foreign and not has_checkpoints
+        continues = resumed is not None and not resumes_from_elsewhere(self.config) and not is_new
+        if self.config.overwrite_output_dir or continues:
             return
         how, otherwise = "continue", "start over"
         if resumed is not None and not is_latest:

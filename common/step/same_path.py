@@ -25,8 +25,7 @@ class SamePath:
     _runs = itertools.count()  # in this process; the same in all processes, whose keys stay in the store
 
     def __init__(self, model: nn.Module, plan: Plan):
-        place = plan.layout.rank % plan.layout.model_parallel_size
-        self._keys = f"path/{next(self._runs)}/{place}"
+        self._keys = f"path/{next(self._runs)}/{plan.layout.rank % plan.layout.model_parallel_size}"
         self._layout, self._again = plan.layout, plan.layout.environment.gathers_again
         self._seconds = plan.config.hang_timeout / 2 or 900.0
         self._next = defaultdict[tuple[bool, str, int], set[str]](set)  # what has followed a call

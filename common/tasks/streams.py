@@ -30,8 +30,7 @@ def first_process_first() -> Iterator[None]:
     The others wait for as long as it takes. A collective, as in Accelerate's `local_main_process_first`, would fail
     after the timeout of the process group.
     """
-    machine = f"{socket.gethostname()}/{Environment.read().machine_rank}"  # a host may have several launchers
-    key = f"data/{machine}/{next(_numbers)}"
+    key = f"data/{socket.gethostname()}/{Environment.read().machine_rank}/{next(_numbers)}"  # for several launchers
     if PartialState().is_local_main_process:
         yield
         if dist.is_initialized():

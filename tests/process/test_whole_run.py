@@ -103,6 +103,8 @@ BEGINS: dict[tuple[str, str], str | None] = {
     # What nothing watches, the last step of a short rehearsal shows.
     ("captured_weights", "fsdp2"): f"{ONE}: in step 6",
     ("captured_weights", "ddp"): None,
+    ("batch", "zbv"): None,
+    ("eval_mode", "tensor_parallel"): None,
 }
 
 

@@ -159,7 +159,7 @@ def test_a_single_file_needs_nothing_from_here(tmp_path: Path, monkeypatch: pyte
         ("verify full/train.py --record full/train.py", "--record full/train.py exists, and this command"),
         ("data full/train.py --output full/train.py", "--output full/train.py exists, and this command"),
         ("verify full/train.py --output full/train.py", "--output full/train.py is a file: use another"),
-        ("verify full/train.py --output full", "--output full/certificate.json is there, and this command has not"),
+        ("verify full/train.py --output full", "--output full/certificate.json exists, and this command did not"),
         ("verify full/train.py --config full/train.py", "full/train.py has no keys: compare it"),
         (f"new mnist {'x' * 300}", "cannot be written (File name too long): use another path"),
         ("new mnist full/train.py/x", "full/train.py is a file: use another"),
@@ -208,7 +208,8 @@ def test_a_mistake_that_no_config_causes_ends_a_plan_at_once(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("code", "error", "line"), [(0, "", "it ended without an error"), (2, "", "1"), (2, "error: no data", "error: no data")]
+    ("code", "error", "line"),
+    [(0, "", "it ended without an error"), (2, "", "1"), (2, "error: no data", "error: no data")],
 )
 def test_why_a_script_does_not_reach_fit(monkeypatch: pytest.MonkeyPatch, code: int, error: str, line: str) -> None:
     """What it prints before it ends well is no reason."""

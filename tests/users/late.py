@@ -101,6 +101,17 @@ def change_once(model: Any, what: str) -> None:
         HANDLES.append(model.blocks[2].requires_grad_(False))
 
 
+def change_more(whole: nn.Module, batch: Batch, output: Tensor, step: int) -> float:
+    """Changes the batch, or the mode of the model until an evaluation ends. Returns a factor for the output."""
+    if whole.what == "batch" and step >= BEGIN:
+        batch["y"] = 2 * batch["y"]
+        if not whole.training:
+            batch["weight"] = 1.0 + (output.detach() > 0).float()
+    if whole.what == "eval_mode" and step == 1 and whole.training:
+        whole.eval()
+    return 0.8 if whole.what == "eval_mode" and not whole.training else 1.0
+
+
 def forward_step(model: Any, batch: Batch, step: int, whole: nn.Module, captured: list[Tensor]) -> dict[str, Tensor]:
     NOW["step"], what = step, whole.what if step >= BEGIN else ""
     change_once(model, what)
@@ -128,6 +139,7 @@ def forward_step(model: Any, batch: Batch, step: int, whole: nn.Module, captured
     if whole.what == "running_mean" and model.training:  # from the first step on
         NOW["mean"] = 0.9 * NOW.get("mean", 0.0) + 0.1 * float(output.detach().mean())
         more = 0.1 * (output - NOW["mean"]) ** 2
+    output = output * change_more(whole, batch, output, step)
     if what == "number":
         more = torch.tensor(1e-3 * float(whole.blocks[0].up.weight.norm()))
     return {"loss": (output - batch["y"]) ** 2 + more}

@@ -319,5 +319,4 @@ def flops_per_sample(model: PreTrainedModel, context: int) -> float:
     head, shape = model.get_output_embeddings().weight, model.config.get_text_config()
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)} - {head}
     num_weights = sum(weight.numel() for weight in model.parameters() if weight not in embeddings)
-    attention = 12 * shape.num_hidden_layers * shape.hidden_size * context
-    return float(context * (6 * num_weights + attention))
+    return float(context * (6 * num_weights + 12 * shape.num_hidden_layers * shape.hidden_size * context))

@@ -125,8 +125,7 @@ def load_boxed_images(data: str, image_column: str, objects_column: str) -> tupl
         raise UsageError(f"--data {data}: its images for training have {what}; {ADVICE}")
     if max(max(box) for part in objects for found in part for _, box, _ in found) <= 1:
         raise UsageError(f"--data {data}: no box has a number above 1: expected pixels, not fractions of the image")
-    declared = [name for *_, names, _ in parts for name in (names or {}).values()]
-    classes = [*dict.fromkeys(declared + in_order(labels))]
+    classes = [*dict.fromkeys([name for *_, names, _ in parts for name in (names or {}).values()] + in_order(labels))]
     sets = [Boxed(of, each, classes, range(len(each)), part[-1]) for of, each, part in zip(images, objects, parts)]
     if len(sets) == 1:
         sets = [replace(sets[0], rows=ids.tolist()) for ids in hold_out(len(sets[0].rows), one_in=5)]

@@ -140,8 +140,8 @@ def _load_in_memory(data: str, max_samples: int | None) -> tuple[ImageDataset, I
     num_images, classes = sum(len(part.labels) for part in parts), parts[0].classes
     if parts[0].has_several:
         raise UsageError(f"--data {data} has images with several classes: use recipes/image_classification.py")
-    local_world_size = Environment.read().local_world_size  # each process holds all images
-    size = numpy.asarray(parts[0].samples[0]).size * num_images * local_world_size
+    # Each process holds all images.
+    size = numpy.asarray(parts[0].samples[0]).size * num_images * Environment.read().local_world_size
     if size > psutil.virtual_memory().available // 2:
         what = f"its {num_images:,} images would fill the memory ({size / 1e9:.2g} GB in all processes)"
         raise UsageError(f"--data {data}: {what}: use --max_samples with a smaller number")
