@@ -146,12 +146,11 @@ def graph_of(values: Iterable[Tensor]) -> set[Any]:
 def check_same_order(group: CpuGroup, epoch: int, order: Tensor) -> None:
     """Raises UsageError in all processes if a sampler returns another order in one: some samples would train twice."""
     first, *others = group.all_gather(hashlib.sha256(order.cpu().numpy().tobytes()).digest())
-    for rank, other in enumerate(others, start=1):
-        if other != first:
-            raise UsageError(
-                f"the sampler returns another order in process {rank} than in process 0, in epoch {epoch}: use its "
-                "arguments and what all processes have, not what the samples of one process have changed"
-            )
+    for rank in [rank for rank, other in enumerate(others, start=1) if other != first]:
+        raise UsageError(
+            f"the sampler returns another order in process {rank} than in process 0, in epoch {epoch}: use its "
+            "arguments and what all processes have, not what the samples of one process have changed"
+        )
 
 
 def check_same_start(

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from ..cpu_group import CpuGroup
+from ..errors import UsageError
 from ..norms import relative_distance
 from ..weights.shards import local, shards_of
 from .setup import Setup
@@ -54,9 +55,7 @@ class Replicas:
         processes hold, too. ZeRO-3 keeps that part next to the weight."""
         weights = {name: each for name, each in self._tensors().items() if self._is_compared(name, each)}
         held = {name: each if each.numel() else getattr(each, "ds_tensor", each) for name, each in weights.items()}
-        several = self._plan.layout.num_processes > 1
-        asked = {name: part for name, part in held.items() if several or weights[name].requires_grad}
-        return {name: sum_of_bits(local(part).detach()) for name, part in asked.items()}
+        return {name: sum_of_bits(local(part).detach()) for name, part in held.items()}
 
     def rows(self, bits: Mapping[str, Tensor]) -> Tensor:
         """float64 of shape (processes, 7, 2), zero except in this process's row: for each set of processes with which
@@ -65,6 +64,8 @@ class Replicas:
         layout, device = self._plan.layout, self._accelerator.device
         rows = torch.zeros(layout.num_processes, MOST + 1, 2, dtype=torch.float64, device=device)
         if self._compares:
+            if gone := [name for keys in self.shared.values() for name, _ in keys if name not in bits]:
+                raise UsageError(f"the model no longer has the weight {gone[0]}: prune or replace weights before fit")
             for column, each in enumerate(zip(*self._numbers().items())):
                 rows[layout.rank, MOST, column] = zlib.crc32(repr(each).encode())
             for column, keys in enumerate([*self.shared.values()][:MOST]):
@@ -88,7 +89,7 @@ class Replicas:
         return {name: value for name, value in pairs if isinstance(value, int | float)}
 
     def _is_compared(self, name: str, tensor: Tensor) -> bool:
-        return isinstance(tensor, nn.Parameter) or name in self._buffers
+        return (self._compares or tensor.requires_grad) and (isinstance(tensor, nn.Parameter) or name in self._buffers)
 
     @cached_property
     def shared(self) -> dict[Sequence[int], list[ShardKey]]:

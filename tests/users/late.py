@@ -9,6 +9,7 @@ import torch
 from samples import WIDTH, Samples
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 from accelerate_recipes import RunConfig, fit, flag, run, start
 from accelerate_recipes.common.data import Batch
@@ -97,6 +98,8 @@ class LateNet(nn.Module):
 def change_once(model: Any, what: str) -> None:
     if what == "new_hook" and not HANDLES:
         HANDLES.append(model.blocks[2].register_forward_hook(lambda module, args, output: 0.9 * output))
+    if what == "pruned" and not HANDLES:  # renames the weight
+        HANDLES.append(prune.l1_unstructured(model.module.blocks[1].up, "weight", amount=0.4))
     if what == "frozen" and not HANDLES:
         HANDLES.append(model.blocks[2].requires_grad_(False))
 
