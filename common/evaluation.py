@@ -191,8 +191,7 @@ def evaluate_set(
             if not keeps and batch_loss is None:  # predictions of many dimensions would fill the memory needlessly
                 values = {name: value for name, value in values.items() if value.ndim == 1}
             weight = batch.get("weight", torch.ones(size, device=device))
-            # Only the last stage of a pipeline has values, and the weights that they have after forward_step.
-            put(rows, index, num_passes, values | ({SAMPLE_WEIGHT: weight} if values else {}))
+            put(rows, index, num_passes, values | ({SAMPLE_WEIGHT: weight} if values else {}))  # in the last stage
     rows = engine.share_values(rows)
     for name in (name for name, each in rows.items() if each.ndim > 2):  # predictions, longer in other processes
         sizes = torch.tensor(rows[name].shape[2:], device=device)

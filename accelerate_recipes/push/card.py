@@ -19,8 +19,7 @@ def write_model_card(output_dir: Path, card: dict[str, Any], name: str) -> None:
     records = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_bytes().splitlines()]
     metrics = sorted({key.removeprefix("eval/") for record in records for key in record if key.startswith("eval/")})
     is_adapter, file = (model / "adapter_config.json").exists(), model / "config.json"
-    described = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    architectures = described.get("architectures") or []  # the classes of transformers that load the model
+    architectures = (json.loads(file.read_text(encoding="utf-8")).get("architectures") if file.exists() else None) or []
     writes = any(architecture.endswith("ForCausalLM") for architecture in architectures)
     is_on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", config["data"]) and not Path(config["data"]).exists()
     front_matter = ModelCardData(

@@ -88,7 +88,7 @@ class Operations(OperationTrace):
 def watched(engine: Engine, styles: Mapping[str, str]) -> NumberedStep:
     """The `forward_step` of an engine; it raises UsageError if a pass draws random numbers or computes more between
     divided layers than the first steps did. It watches passes of steps whose result is read, the first pass after each
-    step in an evaluation, and passes with new shapes; others only for random numbers. `styles`: of the plan, if any."""
+    step in an evaluation (on a CPU all), and passes with new shapes; others for draws. `styles`: of a plan, if any."""
     forward_step, plan, last = engine.forward_step, engine.plan, [(True, -1)]
     first = dict[bool, int]()  # {whether a pass has gradients: number of the first step with such a pass}
     known, seen, draws = {True: set[str](), False: set[str]()}, set[Any](), set[bool]()
@@ -109,8 +109,7 @@ def watched(engine: Engine, styles: Mapping[str, str]) -> NumberedStep:
 
     def passed(model: Any, batch: Batch, number: int, is_training: bool, is_first: bool) -> dict[str, Tensor]:
         key = (is_training, *((name, value.shape) for name, value in batch.items() if isinstance(value, Tensor)))
-        is_rehearsal = plan.layout.device == "cpu"  # in which all passes of an evaluation are read
-        is_read = plan.reads(number + 1) if is_training else is_rehearsal or (False, number) != last[0]
+        is_read = plan.reads(number + 1) if is_training else plan.layout.device == "cpu" or (False, number) != last[0]
         if not (styles and (is_read or key not in seen or is_first)):
             return forward_step(model, batch, number)
         seen.add(key)

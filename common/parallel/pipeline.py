@@ -201,8 +201,12 @@ class PipelineEngine(Engine):
             )
 
     def saved_tensors(self) -> dict[str, Tensor]:
-        parts = [checkpoint_tensors(stage.model) for stage in self.stages.values()]
-        return {name: each for part in parts for name, each in part.items() if not isinstance(each, Absent)}
+        return {
+            name: each
+            for at, stage in self.stages.items()
+            for name, each in checkpoint_tensors(stage.model).items()
+            if at in self._cut.stages_of.get(name, {at}) and not isinstance(each, Absent)
+        }
 
     def running_modules(self) -> Iterable[tuple[str, nn.Module]]:
         return chain.from_iterable(stage.model.named_modules() for stage in self.stages.values())
@@ -290,8 +294,7 @@ class PipelineEngine(Engine):
             batch |= before or {}
 
     def _holders_of(self, name: str) -> list[int]:
-        stages = self._cut.stages_of.get(name, self._process_of)  # each has what get_extra_state returns
-        return sorted({self._process_of[stage] for stage in stages})
+        return sorted({self._process_of[stage] for stage in self._cut.stages_of.get(name, self._process_of)})
 
     @cached_property
     def _shared(self) -> list[tuple[str, Tensor, list[int]]]:

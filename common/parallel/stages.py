@@ -27,7 +27,7 @@ Run = Callable[[nn.Module], Any]  # a pass of forward_step, with a model
 class Cut:
     chain: Mapping[str, int]  # {layer: how many values it returns as a tuple}, from `find_chain`
     bounds: Sequence[int]  # stage s holds layers bounds[s] to bounds[s + 1] - 1
-    stages_of: Mapping[str, frozenset[int]]  # {parameter or buffer: the stages that hold it}, under all names
+    stages_of: Mapping[str, frozenset[int]]  # {parameter or buffer: its stages}, under all names; all have extra states
     # Parameters of no layer that the passes did not use. All stages hold them: other passes may use them anywhere.
     untouched: frozenset[str]
     first_names: Mapping[str, str]  # {parameter: its first name}, under all names

@@ -104,6 +104,7 @@ BEGINS: dict[tuple[str, str], str | None] = {
     ("captured_weights", "fsdp2"): f"{ONE}: in step 6",
     ("captured_weights", "ddp"): None,
     ("pruned", "ddp"): "the model no longer has the weight blocks.1.up.weight: prune or replace weights before fit",
+    ("saves_itself", "pipeline_parallel"): None,
     ("batch", "zbv"): None,
     ("eval_mode", "tensor_parallel"): None,
 }

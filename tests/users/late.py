@@ -58,10 +58,20 @@ class Block(nn.Module):
             wide = wide * torch.linspace(1, 0.2, wide.shape[-1])
         if what == "mean_of_samples" and self.training and is_late():
             self.active.copy_(wide.detach().mean())
+        if what == "saves_itself" and is_late():
+            self.active.fill_(NOW["step"])
         self.activity = wide.pow(2).mean(-1)
         if is_late():
             self.size = hidden.pow(2).mean(-1).detach() if what == "own_momentum" else hidden.pow(2).mean(-1)
         return hidden + self.down(wide)
+
+
+class SavesItself(Block):
+    """As FakeQuantize of torch.ao does."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}active"] = self.active if keep_vars else self.active.detach()
 
 
 class LateNet(nn.Module):
@@ -70,7 +80,7 @@ class LateNet(nn.Module):
     def __init__(self, what: str):
         super().__init__()
         self.what, self.stem, self.head = what, nn.Linear(WIDTH, 16), nn.Linear(16, 1)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(SavesItself() if what == "saves_itself" else Block() for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         what = self.what if is_late() else ""
@@ -98,8 +108,6 @@ class LateNet(nn.Module):
 def change_once(model: Any, what: str) -> None:
     if what == "new_hook" and not HANDLES:
         HANDLES.append(model.blocks[2].register_forward_hook(lambda module, args, output: 0.9 * output))
-    if what == "pruned" and not HANDLES:  # renames the weight
-        HANDLES.append(prune.l1_unstructured(model.module.blocks[1].up, "weight", amount=0.4))
     if what == "frozen" and not HANDLES:
         HANDLES.append(model.blocks[2].requires_grad_(False))
 
@@ -191,6 +199,12 @@ def mask_weights(*others: Any, model: nn.Module) -> None:
         weight.data.mul_(0.9)
 
 
+def prune_once(*others: Any, model: nn.Module) -> None:
+    """Renames the weight."""
+    if is_late() and not HANDLES:
+        HANDLES.append(prune.l1_unstructured(model.blocks[1].up, "weight", amount=0.4))
+
+
 def shrink(optimizer: Any, *others: Any, what: str) -> None:
     """Changes gradients by their norms, or by random numbers."""
     for weight in (weight for group in optimizer.param_groups for weight in group["params"] if is_late()):
@@ -223,6 +237,8 @@ def main(config: Config) -> None:
         optimizer.register_step_pre_hook(lambda *others: nn.utils.clip_grad_value_(model.parameters(), 0.05))
     if config.what == "masks":
         optimizer.register_step_post_hook(partial(mask_weights, model=model))
+    if config.what == "pruned":
+        optimizer.register_step_post_hook(partial(prune_once, model=model))
     if config.what == "own_momentum":
         optimizer.register_step_pre_hook(partial(follow_the_loss, model=model.blocks[0]))
     if config.what in ("norm_in_step", "noise_in_step"):
