@@ -149,7 +149,7 @@ def check_same_order(group: CpuGroup, epoch: int, order: Tensor) -> None:
     for rank in [rank for rank, other in enumerate(others, start=1) if other != first]:
         raise UsageError(
             f"the sampler returns another order in process {rank} than in process 0, in epoch {epoch}: use its "
-            "arguments, not a generator of its own, a count of calls, or what the samples of one process have changed"
+            "arguments, not its own generator, a count of calls, or what the samples of one process have changed"
         )
 
 
