@@ -20,7 +20,7 @@ from .data.mixed import of_sources, without_sources
 from .data.sets import Collated, Examples, MapDataset, Metrics
 from .errors import RunError, StoppedError, UsageError
 from .files import for_json
-from .parallel.strategies import check_trainable, prepare
+from .parallel.strategies import check_trainable, divides_weights, prepare
 from .records.recorder import Recorder
 from .seeds import CPU, EVALUATION, SUMMARY, seed_forward
 from .state import TrainState
@@ -98,7 +98,7 @@ class Evaluation:
                 return None
             means, values = results
             seed_forward(config.seed, EVALUATION, SUMMARY, engine.device)
-            with self._translating():
+            with self._translating() if divides_weights(engine.plan.layout) else nullcontext():
                 reported = summarize(means) | ({} if examples is None else examples(values))
             prefix = f"{key}/" if key else ""
             metrics |= {f"{prefix}{name}": _number(name, value) for name, value in reported.items()}

@@ -79,17 +79,18 @@ def _sizes(asked: dict[str, Any], settings: Mapping[str, int | str], number: int
 
 def plans(script: Path, flags: Sequence[str], cases: Sequence[Case], gpu: Gpu) -> list[Estimate | NoPlan]:
     """A plan for each case. Raises UsageError if the recipe ended before it called `fit`."""
-    found: dict[int, Estimate | NoPlan] = {}
+    found, problem = dict[int, Estimate | NoPlan](), None
     for stages in sorted({case.stages for case in cases}):  # a recipe may build another model for a pipeline
         of_stages = [*flags, "--pipeline_stages", str(stages)] if stages > 1 else flags
         numbers = [number for number, case in enumerate(cases) if case.stages == stages]
         try:
             answers = _plans(script, of_stages, [cases[number] for number in numbers], gpu)
         except UsageError as error:
-            if not found:  # not even without a pipeline
-                raise
+            problem = error
             answers = [NoPlan(failed=str(error), config=cases[number].config.stem) for number in numbers]
         found |= zip(numbers, answers)
+    if problem is not None and all(isinstance(each, NoPlan) for each in found.values()):
+        raise problem
     return [found[number] for number in range(len(cases))]
 
 

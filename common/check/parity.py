@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from ..alone.kept import NotChecked
-from ..alone.walk import Entry, Walk
 from ..checkpoint.resume import Checkpoint
 from ..cpu_group import CpuGroup
 from ..data.batches import draws_for_batches
@@ -63,7 +62,7 @@ class ParityCheck:
         self._reference: Reference | None = None  # only the main process has one
         self._rehearsal: Rehearsal | None = None  # only the main process has one
         self._rehearsed: list[int] = []  # numbers of the steps of the rehearsal
-        self._left: tuple[list[Any], list[Entry]] | None = None  # the state before an evaluation
+        self._left: list[Any] | None = None  # the state before an evaluation
         self._error: str | None = None  # of one process
         self._block_sizes: dict[int, dict[PlaceInRow, tuple[int, ...]]] = {}  # of each step
         self._seconds = 0.0  # the time that the check took
@@ -131,23 +130,15 @@ class ParityCheck:
         """`Engine.step` with the parity check. An error in a step gets its samples as a note. Raises UsageError if the
         result differs from one process, or if an error occurs only with several processes."""
         ids = lambda: torch.cat(self.plan.own_samples(number)).tolist()  # noqa: E731
-        if self._left is not None:
-            state, entries = self._left
-            has_changed = state != self._state() or any(entry.find_changes() for entry in entries)
-            if any(self.group.all_gather(has_changed)):
-                self.accelerator.print("an evaluation changed what training may use: later steps are not compared")
-                self._rehearsed = []
+        if self._left is not None and any(self.group.all_gather(self._left != self._state())):
+            self.accelerator.print("an evaluation changed the model or the optimizer: later steps are not compared")
+            self._rehearsed = []
         with self.translating(number in self.numbers):
             try:
                 with annotate_errors(lambda: f"step {number + 1}, {list_samples(ids())}"):
                     result = self._take_step(number, micro_batches, wants_norm)
                     is_later_compared = max(self._rehearsed, default=0) > number
-                    self._left = None
-                    if is_later_compared and self.plan.evaluates(number + 1):
-                        walk = Walk()
-                        for name in ("summarize", "examples"):
-                            walk.visit(self._setup.options.get(name))
-                        self._left = self._state(), walk.entries
+                    self._left = self._state() if is_later_compared and self.plan.evaluates(number + 1) else None
                     return result
             except Exception as error:
                 if number == self.first and (mixed := mixed_types(error, self.engine.module, micro_batches[0])):

@@ -23,7 +23,7 @@ from ..cpu_group import CpuGroup
 from ..errors import RunError, UsageError
 from ..failure import line_of
 from ..files import give_usual_mode, replacing
-from ..parallel.deepspeed import zero_stage
+from ..parallel.strategies import divides_weights
 from ..records.run_card import read_card
 from ..step.engine import Engine
 from ..step.setup import Setup
@@ -52,10 +52,8 @@ def try_export(setup: Setup, group: CpuGroup) -> None:
                 _write_small_files(module, Path(folder), dtype, setup.options.get("export"))
         except Exception as error:  # any error: `export` is the recipe's
             line = f"the model could not be exported after the last step ({line_of(error)}): correct this first"
-        else:
-            layout = setup.plan.layout
-            if reads.name and (layout.tp * layout.pp * layout.dp_shard > 1 or zero_stage(layout.environment) == 3):
-                line = f"export reads {reads.name}, which {layout} divides: read {output_dir / 'model'} after fit"
+        if line is None and reads.name and divides_weights(layout := setup.plan.layout):
+            line = f"export reads {reads.name}, and {layout} divides weights: read {output_dir / 'model'} after fit"
         if disk.total and size > disk.free:  # some file systems do not say how large they are
             line = (
                 f"--output_dir {output_dir} has room for {disk.free / 1e9:,.3f} GB, but the exported model takes "
@@ -66,11 +64,11 @@ def try_export(setup: Setup, group: CpuGroup) -> None:
 
 
 class _Reads(TorchDispatchMode):
-    """Records the name of a tensor of the module that the code in the `with` block reads."""
+    """Records the name of a weight of the module that the code in the `with` block reads."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.name, self._names = "", {id(tensor): name for name, tensor in checkpoint_tensors(module).items()}
+        self.name, self._names = "", {id(weight): name for name, weight in module.named_parameters()}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.name = next((self._names[id(each)] for each in tree_leaves(args) if id(each) in self._names), self.name)

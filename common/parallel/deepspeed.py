@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, recursively_apply
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 from ..config import RunConfig
 from ..environment import Environment, check_compiler
@@ -124,7 +123,8 @@ def check_packages(layout: Layout, config: RunConfig) -> None:
 def check_weights(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
     """Refuses weights that DeepSpeed would silently cast, to float32 or fewer bits in bf16, or that it cannot send."""
     kept = (torch.float32, *(LOW_PRECISION if plan.layout.precision != "float32" else ()))
-    if any(bool(each.any()) for each in tree_leaves([*optimizer.state.values()]) if isinstance(each, Tensor)):
+    states = [each for each in optimizer.state.values() if isinstance(each, dict)]  # Adagrad's begins with sums
+    if any("momentum_buffer" in each or float(each.get("step", 0)) > 0 for each in states):
         raise UsageError(
             "the optimizer has taken steps before fit, and DeepSpeed begins with an empty state",
             "use --config_file accelerate_configs/fsdp2.yaml, or make a new optimizer after these steps",

@@ -166,7 +166,10 @@ class PipelineEngine(Engine):
         stages = {index: Stage(part, self._cut, index, self.device) for index, part in zip(own, models)}
         kept = {weight for stage in stages.values() for weight in stage.parameters()}
         for name, weight in whole_model:  # the recipe may hold it
-            if weight in kept or weight.is_meta:
+            if weight in kept:
+                continue
+            setup.optimizer.state.pop(weight, None)  # of steps before fit
+            if weight.is_meta:
                 continue
             try:
                 torch.utils.swap_tensors(weight, Absent.weight(weight, name, self.device))
@@ -174,8 +177,6 @@ class PipelineEngine(Engine):
                 weight.data = Absent(weight, "").numbers.to(weight)
         for group in setup.optimizer.param_groups:
             group["params"] = [weight for weight in group["params"] if weight in kept]
-        for other in setup.optimizer.state.keys() - kept:  # of steps before fit
-            del setup.optimizer.state[other]
         for stage in stages.values():
             compile_if_asked(stage, setup.plan, stage.layers)
             division.apply(Part(stage.model, stage))
@@ -291,7 +292,9 @@ class PipelineEngine(Engine):
         try:
             return self.forward_step(model, batch, number)
         finally:
-            batch |= before or {}
+            if before is not None:
+                batch.clear()
+                batch |= before
 
     def _holders_of(self, name: str) -> list[int]:
         return sorted({self._process_of[stage] for stage in self._cut.stages_of.get(name, self._process_of)})
@@ -375,7 +378,8 @@ class PipelineEngine(Engine):
         return torch.linalg.vector_norm(torch.stack(norms))
 
     def holders(self, name: str) -> Sequence[int]:
-        return tuple(rank for rank in super().holders(name) if self._places[rank] in self._holders_of(name))
+        processes = self._holders_of(name)
+        return tuple(rank for rank in super().holders(name) if self._places[rank] in processes)
 
     def _of_all_stages(self, tensors: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         found: list[Any] = [None] * self.plan.layout.pp

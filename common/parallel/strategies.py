@@ -15,7 +15,7 @@ from ..step.engine import Engine
 from ..step.refusals import check_optimizer
 from ..step.setup import Setup
 from .ddp import DDP
-from .deepspeed import DEEPSPEED, precision_of
+from .deepspeed import DEEPSPEED, precision_of, zero_stage
 from .expert import EXPERT
 from .fsdp2 import FSDP2
 from .hooks import give_hooks, refuse_numbers_of_shares, take_hooks
@@ -64,6 +64,11 @@ def strategies_of(layout: Layout) -> list[Strategy]:
 def main_strategy(layout: Layout) -> Strategy:
     """The strategy that wraps the model."""
     return next(strategy for strategy in strategies_of(layout) if strategy.wraps)
+
+
+def divides_weights(layout: Layout) -> bool:
+    """Whether a process holds only a part of the weights."""
+    return layout.tp * layout.pp * layout.dp_shard > 1 or zero_stage(layout.environment) == 3
 
 
 def model_checks(layout: Layout) -> list[ModelCheck]:

@@ -177,7 +177,7 @@ class OutputDir:
         if resumed is not None and not is_latest:
             whose, how, otherwise = f"a different run than {resumed}", "continue from there", "replace it"
         held = "checkpoints" if has_checkpoints else "the model" if (self.path / "model").exists() else None
-        if held is not None and not is_latest:
+        if held is not None and (has_checkpoints or not is_foreign):
             goes_on = f"--resume_from_checkpoint latest to {how}, "
         elif held is None:
             names = ["best", f"{PREVIOUS}/model", f"{PREVIOUS}/best"]

@@ -27,7 +27,7 @@ class FitOptions(TypedDict, total=False):
         sampler: (epoch, generator) -> order of sample ids in this epoch; the same length in each.
         schedule: (step, num_steps, warmup_steps) -> share of the peak learning rate, instead of
             `--lr_schedule`.
-        export: folder -> None; writes more files next to the exported weights, such as a tokenizer.
+        export: folder -> None; writes more files next to the exported weights, such as a tokenizer; not from weights.
         batch_loss: for a loss that compares samples, such as a contrastive loss. `forward_step` then returns
             {name: values of shape (batch, ...)}, such as vectors, and no "loss". `batch_loss` gets
             {name: values of all samples of the optimizer step, of shape (batch_size, ...), in their order} and

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count, islice
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from accelerate import PartialState
@@ -144,4 +145,4 @@ def _table(batch: list[dict[str, Any]], features: Any, schema: Any, position: in
         table = embed_table_storage(rows.data.table)  # the bytes of files that a sample only names
         return table_cast(table, schema) if schema else table  # features would cut 1.5 to 1
     except (ValueError, TypeError, OverflowError) as error:  # also Arrow's errors
-        raise UsageError(f"{misfit}: {str(error).splitlines()[0]}") from None
+        raise UsageError(f"{misfit}: {shorten(str(error), 200, placeholder=' ...')}") from None

@@ -40,7 +40,7 @@ def test_export_that_fails_at_once_is_refused(tmp_path: Path) -> None:
 
 def test_export_that_reads_divided_weights_is_refused(tmp_path: Path) -> None:
     run = fork(tmp_path / "run", "fsdp2", SCRIPT, "--reads", succeeds=False)
-    assert "export reads weight, which FSDP2 divides: read " in refused(run)
+    assert "export reads weight, and FSDP2 divides weights: read " in refused(run)
     ddp = fork(tmp_path / "ddp", "ddp", SCRIPT, "--reads")
     assert (ddp.output_dir / "model" / "words.txt").read_text() == f"{float(ddp.weights['weight'].norm()):.4f}"
 

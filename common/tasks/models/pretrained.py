@@ -278,18 +278,18 @@ def _check_rows(model: PreTrainedModel, tokenizer: Any) -> None:
     text: the text-only Gemma 3 has one for images."""
     try:
         num_rows, plain = model.get_input_embeddings().num_embeddings, tokenizer_of(tokenizer)
-        tokens, added = plain.get_vocab(), {str(each) for each in plain.added_tokens_decoder.values()}
+        tokens, added = plain.get_vocab(), getattr(plain, "added_tokens_decoder", {}).values()
     except (AttributeError, NotImplementedError):  # it embeds differently, as CANINE hashes characters; or no tokenizer
         return
-    if len(tokens.keys() - added) < 2:  # T5's has one
+    special = {str(each) for each in added if each.special}
+    if len(tokens.keys() - special) < 2:  # T5's has one
         raise UsageError(f"its tokenizer knows no words: {COPY}")
     without = sorted((token for token, number in tokens.items() if number >= num_rows), key=tokens.__getitem__)
     if not without:
         return
     named = {str(getattr(plain, name)) for name in plain.SPECIAL_TOKENS_ATTRIBUTES}
-    extra = {str(each) for each in plain.added_tokens_decoder.values() if each.special} - named
     in_template = any(token in str(plain.chat_template) for token in without)
-    if not extra.issuperset(without) or not plain.is_fast or plain is not tokenizer or in_template:
+    if not (special - named).issuperset(without) or not plain.is_fast or plain is not tokenizer or in_template:
         what = f"the model has {num_rows} rows for tokens: use the path of a model with its own tokenizer"
         raise UsageError(f"its tokenizer has the token {without[-1]!r} with the id {tokens[without[-1]]}, but {what}")
     content = json.loads(plain.backend_tokenizer.to_str())

@@ -80,7 +80,7 @@ def files_in(data: str, table: Table, column: str) -> Any:
         return files
     folder, paths = _folder_of(data), list[Any]()
     first = next((file for file in files if isinstance(file, str)), "")
-    if not (folder / first).exists() and (folder / "clips" / first).is_file():
+    if not local_path(first, folder).exists() and (folder / "clips" / first).is_file():
         folder /= "clips"  # of Common Voice, whose tables leave it out
     for row, file in enumerate(files, start=1):
         paths.append(str(local_path(file, folder)) if isinstance(file, str) else file)

@@ -17,7 +17,7 @@ from ...files import check_is_pulled
 
 Place = Path | str  # a file of this machine, or the address of one on the Hub
 # {ending of a packed file's name: its first bytes}
-PACKED = {".gz": b"\x1f\x8b", ".bz2": b"BZh9", ".xz": b"\xfd7zX", ".zst": b"\x28\xb5\x2f\xfd"}
+PACKED = {".gz": b"\x1f\x8b", ".bz2": b"BZh", ".xz": b"\xfd7zX", ".zst": b"\x28\xb5\x2f\xfd"}
 
 
 def local_path(data: str, folder: Path = Path()) -> Path:
@@ -57,7 +57,7 @@ def open_bytes(place: Place) -> Iterator[io.BufferedReader]:
         if isinstance(place, Path):
             check_is_pulled(place)
             raw: Any = place.open("rb")
-            if packing and (start := raw.peek(9)) and not start.startswith(PACKED[packing]):
+            if packing not in ("", ".zst") and (start := raw.peek(9)) and not start.startswith(PACKED[packing]):
                 raise UsageError(f"{place} is no {packing} file: remove {packing} from its name, or copy it again")
         else:
             import fsspec  # type: ignore[import-untyped]  # a dependency of `datasets`
