@@ -133,6 +133,7 @@ DRAWN: dict[tuple[str, str], str | None] = {
         "deepspeed_zero2",
     ): "something writes weights for the evaluation, as a schedule-free optimizer does, and DeepSpeed ZeRO-2 computes",
     ("optimizer of_earlier_steps", "deepspeed_zero2"): "the optimizer has taken steps before fit, and DeepSpeed begins",
+    ("optimizer initial_sums", "deepspeed_zero2"): None,
     ("optimizer of_earlier_steps --model tied", "pipeline_parallel"): None,
     ("optimizer two", "ddp"): "the optimizer is of the type list: expected one whole torch.optim",
     ("optimizer sam", "deepspeed_zero3"): "Sam calls the model several times per step",

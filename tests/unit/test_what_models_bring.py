@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch.nn import functional as F
 from transformers import (
     AutoModel,
@@ -26,6 +28,7 @@ from transformers import (
     MambaConfig,
     MambaForCausalLM,
     MBart50Tokenizer,
+    PreTrainedTokenizerFast,
     XLNetConfig,
     XLNetForSequenceClassification,
 )
@@ -103,6 +106,17 @@ def test_a_tokenizer_of_special_tokens_alone(tmp_path: Path, kind: str) -> None:
         path.unlink()
     with pytest.raises(UsageError, match=r"its tokenizer knows no words: copy its files, such as tokenizer"):
         load_encoder(AutoModel if kind == "bert" else AutoModelForSeq2SeqLM, str(tmp_path), 8)
+
+
+def test_a_tokenizer_whose_words_were_all_added(tmp_path: Path) -> None:
+    write_encoder(tmp_path)
+    for path in (*tmp_path.glob("*token*"), *tmp_path.glob("vocab*")):
+        path.unlink()
+    words = Tokenizer(WordLevel({"[PAD]": 0, "[UNK]": 1}, "[UNK]"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", pad_token="[PAD]")
+    tokenizer.add_tokens(["one", "two"])
+    tokenizer.save_pretrained(tmp_path)
+    assert load_encoder(AutoModel, str(tmp_path), 8)[1]("two")["input_ids"] == [3]
 
 
 @pytest.mark.parametrize(

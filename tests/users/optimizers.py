@@ -303,6 +303,7 @@ def of_earlier_steps(weights: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 OTHERS: dict[str, Build] = {
     "of_earlier_steps": of_earlier_steps,
+    "initial_sums": lambda weights: torch.optim.Adagrad(weights, lr=3e-2, initial_accumulator_value=0.1),
     "head_only": lambda weights: torch.optim.AdamW(weights[-2:], lr=3e-3),
     "strange_weight": lambda weights: torch.optim.AdamW([*weights, nn.Parameter(torch.zeros(3))], lr=3e-3),
     "two": lambda weights: [torch.optim.SGD(weights[:2], lr=3e-2), torch.optim.SGD(weights[2:], lr=3e-2)],  # type: ignore
