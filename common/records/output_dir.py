@@ -183,7 +183,7 @@ class OutputDir:
             names = ["best", f"{PREVIOUS}/model", f"{PREVIOUS}/best"]
             if is_foreign and not is_latest:
                 names += ["metrics.jsonl", "run.json"]
-            held = next((name for name in names if (self.path / name).exists()), None)
+            held = next((name for name in names[: 1 if is_latest else None] if (self.path / name).exists()), None)
         if held is not None:
             advice = f"use {goes_on}--overwrite_output_dir to {otherwise}, or another --output_dir"
             raise UsageError(f"{self.path} holds {held} of {whose}: {advice}")

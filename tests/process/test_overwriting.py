@@ -109,7 +109,7 @@ def test_what_a_run_would_replace_is_not_lost_unasked(tmp_path: Path, name: str)
     for path in (held, notes):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text('{"precious": 1}')
-    for flags in ("", LATEST) if "/" in name else ("",):
+    for flags in ("", LATEST) if name.startswith("best") else ("",):
         line = refused(fork(tmp_path / "run", "single", LINEAR, f"--max_steps 2 {flags}", succeeds=False))
         assert f"holds {name.rpartition('/')[0] or name} of an earlier run: use --overwrite_output_dir" in line
         assert held.read_text() == '{"precious": 1}'
