@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -146,5 +146,5 @@ def _accelerator(layout: Layout) -> Any:
         with start.mesh_of_accelerate(layout):
             # bf16 has the same size; a CPU has no fp16.
             accelerator = Accelerator(mixed_precision="bf16" if layout.precision == "fp16" else None)
-    AcceleratorState._shared_state["device"] = torch.device("cpu")  # where tensors without data are, and not cpu:0
+    PartialState._shared_state["device"] = AcceleratorState._shared_state["device"] = torch.device("cpu")  # not cpu:0
     return accelerator
