@@ -180,10 +180,10 @@ class OutputDir:
         if held is not None and (has_checkpoints or not is_foreign):
             goes_on = f"--resume_from_checkpoint latest to {how}, "
         elif held is None:
-            names = ["best", f"{PREVIOUS}/model", f"{PREVIOUS}/best"]
-            if is_foreign and not is_latest:
-                names += ["metrics.jsonl", "run.json"]
-            held = next((name for name in names[: 1 if is_latest else None] if (self.path / name).exists()), None)
+            names = ["best"]
+            if not is_latest:  # which goes on after a run that was killed while it replaced these
+                names += [f"{PREVIOUS}/model", f"{PREVIOUS}/best", *["metrics.jsonl", "run.json"] * is_foreign]
+            held = next((name for name in names if (self.path / name).exists()), None)
         if held is not None:
             advice = f"use {goes_on}--overwrite_output_dir to {otherwise}, or another --output_dir"
             raise UsageError(f"{self.path} holds {held} of {whose}: {advice}")
