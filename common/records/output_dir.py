@@ -181,7 +181,7 @@ class OutputDir:
             goes_on = f"--resume_from_checkpoint latest to {how}, "
         elif held is None:
             names = ["best"]
-            if not is_latest:  # which goes on after a run that was killed while it replaced these
+            if not is_latest:  # resuming finishes what a killed run was replacing
                 names += [f"{PREVIOUS}/model", f"{PREVIOUS}/best", *["metrics.jsonl", "run.json"] * is_foreign]
             held = next((name for name in names if (self.path / name).exists()), None)
         if held is not None:
