@@ -35,7 +35,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     """Marks the unit tests as quick, because they start no processes. Of another test with many cases, `make test` runs
-    the sixth that a checksum of their names draws; `make test-full` runs all, for hours."""
+    the eighth that a checksum of their names draws; `make test-full` runs all, for hours."""
 
     def has(item: pytest.Function, *names: str) -> bool:
         return any(item.get_closest_marker(name) for name in names)

@@ -108,7 +108,10 @@ def test_fp16_without_a_gpu_says_so_and_goes_on(tmp_path: Path) -> None:
     [
         ("deepspeed", "", "run pip install deepspeed ninja"),
         ("datasets", "--data ylecun/mnist", "this data needs datasets: run pip install datasets"),
-        ("pycocotools", "", "this data needs pycocotools: run pip install 'accelerate-recipes[detection]'"),
+        pytest.param(
+            *("pycocotools", "", "this data needs pycocotools: run pip install 'accelerate-recipes[detection]'"),
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_missing_package(tmp_path: Path, package: str, arguments: str, expected: str) -> None:

@@ -69,7 +69,9 @@ def test_model_of_transformers_arrives_with_its_tokenizer(tmp_path: Path) -> Non
 
 FAILURES = [
     pytest.param({}, {"HF_TOKEN": "wrong"}, "401: Invalid username or password.", id="wrong token"),
-    pytest.param({"status": 500, "fails_at": "/create"}, {}, "500: as the test asked for", id="500"),
+    pytest.param(
+        {"status": 500, "fails_at": "/create"}, {}, "500: as the test asked for", id="500", marks=pytest.mark.full
+    ),
     pytest.param(
         {"status": "silence", "fails_at": "/create"},
         {"ACCELERATE_RECIPES_HUB_TIMEOUT": "3"},

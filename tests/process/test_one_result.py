@@ -80,14 +80,16 @@ PRODUCTS += ("fsdp2_tensor_pipeline",)
 
 # What uses most of torch that changes between versions: the quick tests run with the lowest and the newest.
 QUICK = ("fsdp2", "tensor_parallel", "sequence_parallel", "pipeline_parallel")
+# Under ddp in `make quick` alone: in `make test`, tests of these recipes compare other configs with one process.
+COMPARED_ELSEWHERE = ("text classification", "translation", "distillation", "speech")
 
 
 def pair(config: str, recipe: str) -> Any:
     """A parameter of a test, with its marks."""
     is_rare = config not in OFTEN.get(recipe, [name for name in FLOAT32_CONFIGS if name not in PRODUCTS])
     is_quick = config == "ddp" or (recipe == "transformer" and config in QUICK)
-    marks = pytest.mark.quick if is_quick else pytest.mark.full if is_rare else []
-    return pytest.param(config, recipe, marks=marks)
+    is_full = recipe in COMPARED_ELSEWHERE if is_quick else is_rare
+    return pytest.param(config, recipe, marks=[pytest.mark.quick] * is_quick + [pytest.mark.full] * is_full)
 
 
 PAIRS = [

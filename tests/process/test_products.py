@@ -75,7 +75,6 @@ OFTEN = [
     Product("DDP 2 × pipeline of 2 stages", "pipeline_parallel", 4, FIXED, f"{STAGES} --micro_batch_size 1"),
     Product("FSDP2 2 × TP 2", "fsdp2_tensor_parallel", 4, UNTIED, "--micro_batch_size 2"),
     Product("FSDP2 × SP 2", "fsdp2_sequence_parallel", 4, UNTIED, "--micro_batch_size 2"),
-    SHARD_PP,
     SHARD_EP,
     TP_SP,
     Product(
@@ -88,6 +87,7 @@ OFTEN = [
     Product("FSDP2 2 × TP 2 × EP 2", "fsdp2_tensor_parallel", 4, EXPERTS, EP),
 ]
 RARE = [
+    SHARD_PP,  # test_a_killed_run_goes_on_under_another_product begins with it
     Product(SHARD_PP.title, "fsdp2_pipeline", 4, UNTIED, f"{STAGES} --micro_batch_size 1", HELD),
     Product(SHARD_PP.title, "fsdp2_pipeline", 4, UNTIED + FOUR_LAYERS, f"{ZERO_BUBBLE}", HELD),
     Product(SHARD_PP.title, "fsdp2_pipeline", 4, FIXED + FOUR_LAYERS, INTERLEAVED),
