@@ -41,8 +41,7 @@ class Operations(OperationTrace):
                 if name in kinds:
                     is_column = kinds[name] in PACKED or ENDS.get(kinds[name], ("", "sum"))[1] == "keep"
                     leave = partial(self._leave, name, is_column, kinds[name] == NORM_OF_HEADS)
-                    enter = partial(self._enter, name)
-                    stack.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
+                    stack.enter_context(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
                     stack.enter_context(module.register_forward_hook(leave, with_kwargs=True))
             stack.enter_context(self)
             yield
@@ -71,8 +70,10 @@ class Operations(OperationTrace):
         if self._is_training and not torch.is_grad_enabled():  # in an autograd.Function: its backward pass is not seen
             self.note(f"{schema.name.removeprefix('aten::')} without gradients", (args, kwargs))
         if torch.Tag.pointwise not in function.tags:
-            dims = [value for argument, value in zip(schema.arguments, args) if argument.name.startswith("dim")]
-            name = f"{schema.name.removeprefix('aten::')}{dims or ''}"
+            numbers = [value for argument, value in zip(schema.arguments, args) if argument.name.startswith("dim")]
+            if not any("(" in each for each in origins) and {-1, given[0].ndim - 1} & {*tree_leaves(numbers)}:
+                numbers = [each for each in tree_leaves(args) if type(each) is int]  # a slice of other units is another
+            name = f"{schema.name.removeprefix('aten::')}{numbers or ''}"
             name = "attention" if "scaled_dot_product" in name else name  # kernels differ with the mask and the device
             self.note(name, (args, kwargs))
             again = [origin for origin in origins if origin.startswith(f"{name}(")]  # as a cache grows token by token
@@ -113,18 +114,17 @@ def watched(engine: Engine, styles: Mapping[str, str]) -> NumberedStep:
         if not (styles and (is_read or key not in seen or is_first)):
             return forward_step(model, batch, number)
         seen.add(key)
-        last[0], operations = (is_training, number), Operations()
-        values: dict[str, Tensor] = {}
+        last[0], operations, values = (is_training, number), Operations(), dict[str, Tensor]()
         try:
             with operations.watch(engine.running_modules(), styles):
                 values = forward_step(model, batch, number)
         finally:  # also where a stage of a pipeline is left
-            operations.note("the values of forward_step", values)
             known[is_training] |= operations.found if is_first else set()
+            operations.note("the values of forward_step", values)  # never right, unless something multiplies them by 0
             for new in sorted(operations.found - known[is_training]):
                 raise UsageError(
-                    f"in step {number + 1} a pass computes {shorten(new, 160, placeholder=' ...')}, and "
-                    f"{plan.layout} divides that among processes; the passes of the first steps do not compute it",
+                    f"in step {number + 1} a pass computes {shorten(new, 160)}, and {plan.layout} divides that "
+                    f"among processes{'' if is_first else '; the first steps do not compute it'}",
                     "use --config_file accelerate_configs/fsdp2.yaml",
                 )
         return values

@@ -35,6 +35,15 @@ class Normed(torch.autograd.Function):
         return gradient / (1 + gradient.norm(dim=-1, keepdim=True))
 
 
+def other_units(wide: Tensor, what: str) -> Tensor:
+    if what == "width":  # of all units, later of some
+        wide = wide.clone()
+        wide[..., 12 if is_late() else 32 :] = 0
+    if what == "rolled":
+        wide = wide.roll(3 if is_late() else 0, -1)
+    return wide * torch.linspace(1, 0.2, wide.shape[-1]) if what == "ramp" and is_late() else wide
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -54,8 +63,7 @@ class Block(nn.Module):
             self.active += (wide.detach() > 0).sum()
         if what == "own_gradient" and is_late():
             wide = Normed.apply(wide)
-        if what == "ramp" and is_late():
-            wide = wide * torch.linspace(1, 0.2, wide.shape[-1])
+        wide = other_units(wide, what)
         if what == "mean_of_samples" and self.training and is_late():
             self.active.copy_(wide.detach().mean())
         if what == "saves_itself" and is_late():
@@ -153,7 +161,9 @@ def forward_step(model: Any, batch: Batch, step: int, whole: nn.Module, captured
     output = output * change_more(whole, batch, output, step)
     if what == "number":
         more = torch.tensor(1e-3 * float(whole.blocks[0].up.weight.norm()))
-    return {"loss": (output - batch["y"]) ** 2 + more}
+    is_measured = whole.what == "measured" and not model.training
+    measured = {"activity": whole.blocks[0].activity * float(step >= BEGIN)} if is_measured else {}
+    return measured | {"loss": (output - batch["y"]) ** 2 + more}
 
 
 def note(means: dict[str, float]) -> dict[str, float]:
