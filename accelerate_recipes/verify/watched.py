@@ -68,19 +68,16 @@ class Watcher:
             (Accelerator, "prepare", self._prepare),
             (Accelerator, "backward", self._backward),
             (Accelerator, "clip_grad_norm_", self._clip),
-            (Accelerator, "gather", self._gather),
-            (Accelerator, "gather_for_metrics", self._gather),
-            (Accelerator, "save_state", self._save),
-            (Accelerator, "save_model", self._save),
-            (Accelerator, "save", self._save),
+            *((Accelerator, name, self._gather) for name in ("gather", "gather_for_metrics")),
+            *((Accelerator, name, self._save) for name in ("save_state", "save_model", "save")),
             (AcceleratedOptimizer, "step", self._step),
-            (DataLoaderShard, "__iter__", self._iterate),
-            (DataLoaderDispatcher, "__iter__", self._iterate),
+            *((kind, "__iter__", self._iterate) for kind in (DataLoaderShard, DataLoaderDispatcher)),
             (_BaseDataLoaderIter, "__init__", self._begin),
             (_BaseDataLoaderIter, "_next_index", self._next_index),
             (_BaseDataLoaderIter, "__next__", self._next),
         ):
-            setattr(target, name, _bound(wrapper, getattr(target, name)))
+            own = getattr(target, name)  # a default, because the loop changes the variable
+            setattr(target, name, lambda this, *given, f=wrapper, own=own, **named: f(this, own, *given, **named))
         for kind in (DataLoaderShard, DataLoaderDispatcher):
             kind.dataset = property(self._dataset)
 
@@ -121,7 +118,7 @@ class Watcher:
         content = self.facts | {"steps": self.steps, "filled": bool(self.fills)}
         (self.folder / f"process_{rank}.json").write_text(json.dumps(content), encoding="utf-8")
 
-    def _prepare(self, original: Callable[..., Any], accelerator: Accelerator, *objects: Any, **options: Any) -> Any:
+    def _prepare(self, accelerator: Accelerator, original: Callable[..., Any], *objects: Any, **options: Any) -> Any:
         for thing in objects:
             if isinstance(thing, torch.nn.Module) and self.model is None:
                 self.model = thing
@@ -142,9 +139,7 @@ class Watcher:
         self.prepared.append(prepared)
         return prepared
 
-    def _backward(
-        self, original: Callable[..., Any], accelerator: Accelerator, loss: torch.Tensor, **options: Any
-    ) -> Any:
+    def _backward(self, accelerator: Accelerator, original: Callable[..., Any], loss: Any, **options: Any) -> Any:
         if self.is_over:
             self.end()
         self.facts["draws"] |= bool(self.states) and self.states != _generator_states()
@@ -158,13 +153,13 @@ class Watcher:
         self.micro_batches.append({"loss": loss.item(), **batch})
         return original(accelerator, loss, **options)
 
-    def _clip(self, original: Callable[..., Any], accelerator: Accelerator, *arguments: Any, **options: Any) -> Any:
+    def _clip(self, accelerator: Accelerator, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         norm = original(accelerator, *arguments, **options)
         if isinstance(norm, torch.Tensor) and accelerator.sync_gradients:
             self.grad_norm = norm.item()
         return norm
 
-    def _step(self, original: Callable[..., Any], optimizer: AcceleratedOptimizer, *arguments: Any) -> Any:
+    def _step(self, optimizer: AcceleratedOptimizer, original: Callable[..., Any], *arguments: Any) -> Any:
         learning_rate = optimizer.param_groups[0]["lr"]
         result = original(optimizer, *arguments)
         self.optimizer = self.optimizer or optimizer
@@ -188,7 +183,7 @@ class Watcher:
     def _weights(self) -> list[torch.Tensor]:
         return [weight for group in self.optimizer.param_groups for weight in group["params"]]
 
-    def _gather(self, original: Callable[..., Any], accelerator: Accelerator, *arguments: Any, **options: Any) -> Any:
+    def _gather(self, accelerator: Accelerator, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Counts the rows that an evaluation gathers."""
         outermost, self.is_gathering = not self.is_gathering, True  # one of them calls the other
         result = original(accelerator, *arguments, **options)
@@ -220,12 +215,12 @@ class Watcher:
             self.fills = []
         return loader.base_dataloader.dataset
 
-    def _save(self, original: Callable[..., Any], accelerator: Accelerator, *arguments: Any, **options: Any) -> None:
+    def _save(self, accelerator: Accelerator, original: Callable[..., Any], *arguments: Any, **options: Any) -> None:
         """Saves nothing: a watched script must not write into its folders."""
         if self.is_over:
             self.end()
 
-    def _iterate(self, original: Callable[..., Any], loader: Any) -> Iterator[Any]:
+    def _iterate(self, loader: Any, original: Callable[..., Any]) -> Iterator[Any]:
         if self.is_over and loader in self.training_loaders:  # the next epoch
             self.end()
         batches = original(loader)
@@ -241,18 +236,17 @@ class Watcher:
             position += 1
             yield batch
 
-    def _begin(self, original: Callable[..., Any], iterator: Any, loader: Any) -> None:
+    def _begin(self, iterator: Any, original: Callable[..., Any], loader: Any) -> None:
         iterator.watched, iterator.num_given = [], 0
-        self.newest = iterator.watched
-        self.num_iterators += 1
+        self.newest, self.num_iterators = iterator.watched, self.num_iterators + 1
         original(iterator, loader)
 
-    def _next_index(self, original: Callable[..., Any], iterator: Any) -> Any:
+    def _next_index(self, iterator: Any, original: Callable[..., Any]) -> Any:
         ids = original(iterator)
         iterator.watched.append(ids)
         return ids
 
-    def _next(self, original: Callable[..., Any], iterator: Any) -> Any:
+    def _next(self, iterator: Any, original: Callable[..., Any]) -> Any:
         batch = original(iterator)
         iterator.num_given += 1
         if not self.is_inside:
@@ -270,11 +264,6 @@ class Watcher:
         self.batch = {"epoch": self.num_iterators, "ids": ids, "tokens": next(numbers, None), "width": width}
         self.read.append((self.newest_loader, self.batch))
         self.states = _generator_states()
-
-
-def _bound(wrapper: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """The wrapper as a method in place of the original."""
-    return lambda this, *arguments, **options: wrapper(original, this, *arguments, **options)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -295,9 +284,7 @@ def _drawn_by(loader: Any, ids: list[int]) -> str | None:
     try:
         fetch = _MapDatasetFetcher(loader.dataset, True, loader.collate_fn, False).fetch
         with restore_generators(CPU):
-            before = generator_states(CPU)
-            first = fetch(ids)
-            after = generator_states(CPU)
+            before, first, after = generator_states(CPU), fetch(ids), generator_states(CPU)
         with restore_generators(CPU):
             if not _equal(first, fetch(ids)):
                 return "its own generator"
@@ -308,9 +295,7 @@ def _drawn_by(loader: Any, ids: list[int]) -> str | None:
 
 def _equal(value: Any, other: Any) -> bool:
     tensors, others = _tensors(value), _tensors(other)
-    if not tensors:
-        return bool(value == other)
-    return len(tensors) == len(others) and all(map(torch.equal, tensors, others))
+    return len(tensors) == len(others) and all(map(torch.equal, tensors, others)) if tensors else bool(value == other)
 
 
 class _Slicing(TorchFunctionMode):

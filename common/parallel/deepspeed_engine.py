@@ -108,6 +108,7 @@ class DeepSpeedEngine(Engine):
             )
 
     def _update(self, number: int, wants_norm: bool) -> tuple[Tensor | float | None, bool]:
+        self._check_written()
         optimizer, hooks = self._own_optimizer, self._own_optimizer._optimizer_step_post_hooks
         optimizer._optimizer_step_post_hooks = type(hooks)()  # they would see the weights before the step
         with self._draws_for_all_weights(number):
@@ -115,7 +116,20 @@ class DeepSpeedEngine(Engine):
         optimizer._optimizer_step_post_hooks = hooks
         for hook in hooks.values() if self.model.was_step_applied() else ():
             hook(optimizer, (), {})
+        if hooks:  # they may have written what the optimizer updates
+            self._after_swap()
         return self.model.get_global_grad_norm() if self.model.was_step_applied() else torch.inf, False
+
+    def _check_written(self) -> None:
+        """Raises UsageError if the model's weights are not those of the last update, which replace them (ZeRO-1, 2)."""
+        zero = self.model.optimizer
+        for group, flat in enumerate(getattr(zero, "single_partition_of_fp32_groups", ())):
+            own = zero.parallel_partitioned_bit16_groups[group][dist.get_rank(zero.real_dp_process_group[group])]
+            if own.device == flat.device and not torch.equal(own, flat.to(own.dtype)):
+                raise UsageError(
+                    f"something besides the optimizer's step writes weights of the model; {self.plan.layout} would put "
+                    "its own copies in their place: use --config_file accelerate_configs/fsdp2.yaml"
+                )
 
     def _watched_step(self, *args: Any, **named: Any) -> Any:
         """The optimizer's step, with hooks. Raises UsageError if it begins to take, say, the norm of a shard."""

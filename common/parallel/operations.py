@@ -56,7 +56,8 @@ class Operations(OperationTrace):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         schema, given = function._schema, [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        if self._inside or not (origins := self.of(given)):
+        # A collective, in the backward pass of a column, returns whole values.
+        if self._inside or function.namespace == "_c10d_functional" or not (origins := self.of(given)):
             return function(*args, **(kwargs or {}))
         may_draw = torch.Tag.nondeterministic_seeded in function.tags  # attention does only if it has dropout
         states = generator_states(given[0].device) if may_draw else None

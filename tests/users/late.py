@@ -176,6 +176,19 @@ def lower_momentum(means: dict[str, float], optimizer: Any) -> dict[str, float]:
     return means
 
 
+def shrink_head(means: dict[str, float], model: nn.Module) -> dict[str, float]:
+    with torch.no_grad():
+        model.head.weight.mul_(0.8 if is_late() else 1.0)
+    return means
+
+
+def shrink_groups(optimizer: Any, *others: Any) -> None:
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            for weight in group["params"] if is_late() else ():
+                weight.mul_(0.9)
+
+
 def hook(module: Any, args: Any, output: Tensor, model: nn.Module) -> Tensor:
     if not is_late():
         return output
@@ -245,10 +258,10 @@ def main(config: Config) -> None:
         optimizer.register_step_pre_hook(partial(freeze_head, model=model))
     if config.what == "limits":
         optimizer.register_step_pre_hook(lambda *others: nn.utils.clip_grad_value_(model.parameters(), 0.05))
-    if config.what == "masks":
-        optimizer.register_step_post_hook(partial(mask_weights, model=model))
-    if config.what == "pruned":
-        optimizer.register_step_post_hook(partial(prune_once, model=model))
+    masks, prunes = partial(mask_weights, model=model), partial(prune_once, model=model)
+    after_step = {"masks": masks, "pruned": prunes, "groups": shrink_groups}
+    if config.what in after_step:
+        optimizer.register_step_post_hook(after_step[config.what])
     if config.what == "own_momentum":
         optimizer.register_step_pre_hook(partial(follow_the_loss, model=model.blocks[0]))
     if config.what in ("norm_in_step", "noise_in_step"):
@@ -259,6 +272,8 @@ def main(config: Config) -> None:
     options = follows if config.what == "plateau" else {}
     if config.what == "momentum":  # after each evaluation
         options = {"summarize": partial(lower_momentum, optimizer=optimizer)}
+    if config.what == "head":
+        options = {"summarize": partial(shrink_head, model=model)}
     fit(accelerator, model, optimizer, values, Samples(32, 1), Samples(11, 2), config, **options)
 
 

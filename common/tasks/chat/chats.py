@@ -83,8 +83,7 @@ class Chats:
         reasons = {lacks[self.per_sample]: total - len(whole), "pairs have two equal answers": len(whole) - len(kept)}
         for reason, number in reasons.items():
             if number:
-                within = f"within --max_length {max_length}: left out"
-                say(f"--data {data}: {number:,} of {total:,} {use} {reason} {within}")
+                say(f"--data {data}: {number:,} of {total:,} {use} {reason} within --max_length {max_length}: left out")
         taught = self if len(kept) == total else self.part(kept)
         if number := sum(taught._column("is_empty")):
             say(f"--data {data}: {number:,} {use} conversations have an empty answer: only its end is trained")
