@@ -108,7 +108,8 @@ class DeepSpeedEngine(Engine):
             )
 
     def _update(self, number: int, wants_norm: bool) -> tuple[Tensor | float | None, bool]:
-        self._check_written()
+        if wants_norm or self.plan.evaluates(number):  # the step before
+            self._check_written()
         optimizer, hooks = self._own_optimizer, self._own_optimizer._optimizer_step_post_hooks
         optimizer._optimizer_step_post_hooks = type(hooks)()  # they would see the weights before the step
         with self._draws_for_all_weights(number):
