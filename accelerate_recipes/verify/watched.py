@@ -76,8 +76,8 @@ class Watcher:
             (_BaseDataLoaderIter, "_next_index", self._next_index),
             (_BaseDataLoaderIter, "__next__", self._next),
         ):
-            own = getattr(target, name)  # a default, because the loop changes the variable
-            setattr(target, name, lambda this, *given, f=wrapper, own=own, **named: f(this, own, *given, **named))
+            own = getattr(target, name)  # defaults, because the loop changes both; no method takes their names
+            setattr(target, name, lambda this, *given, _to=wrapper, _own=own, **named: _to(_own, this, *given, **named))
         for kind in (DataLoaderShard, DataLoaderDispatcher):
             kind.dataset = property(self._dataset)
 
@@ -118,7 +118,7 @@ class Watcher:
         content = self.facts | {"steps": self.steps, "filled": bool(self.fills)}
         (self.folder / f"process_{rank}.json").write_text(json.dumps(content), encoding="utf-8")
 
-    def _prepare(self, accelerator: Accelerator, original: Callable[..., Any], *objects: Any, **options: Any) -> Any:
+    def _prepare(self, original: Callable[..., Any], accelerator: Accelerator, *objects: Any, **options: Any) -> Any:
         for thing in objects:
             if isinstance(thing, torch.nn.Module) and self.model is None:
                 self.model = thing
@@ -139,7 +139,7 @@ class Watcher:
         self.prepared.append(prepared)
         return prepared
 
-    def _backward(self, accelerator: Accelerator, original: Callable[..., Any], loss: Any, **options: Any) -> Any:
+    def _backward(self, original: Callable[..., Any], accelerator: Accelerator, loss: Any, **options: Any) -> Any:
         if self.is_over:
             self.end()
         self.facts["draws"] |= bool(self.states) and self.states != _generator_states()
@@ -153,13 +153,13 @@ class Watcher:
         self.micro_batches.append({"loss": loss.item(), **batch})
         return original(accelerator, loss, **options)
 
-    def _clip(self, accelerator: Accelerator, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    def _clip(self, original: Callable[..., Any], accelerator: Accelerator, *arguments: Any, **options: Any) -> Any:
         norm = original(accelerator, *arguments, **options)
         if isinstance(norm, torch.Tensor) and accelerator.sync_gradients:
             self.grad_norm = norm.item()
         return norm
 
-    def _step(self, optimizer: AcceleratedOptimizer, original: Callable[..., Any], *arguments: Any) -> Any:
+    def _step(self, original: Callable[..., Any], optimizer: AcceleratedOptimizer, *arguments: Any) -> Any:
         learning_rate = optimizer.param_groups[0]["lr"]
         result = original(optimizer, *arguments)
         self.optimizer = self.optimizer or optimizer
@@ -183,7 +183,7 @@ class Watcher:
     def _weights(self) -> list[torch.Tensor]:
         return [weight for group in self.optimizer.param_groups for weight in group["params"]]
 
-    def _gather(self, accelerator: Accelerator, original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    def _gather(self, original: Callable[..., Any], accelerator: Accelerator, *arguments: Any, **options: Any) -> Any:
         """Counts the rows that an evaluation gathers."""
         outermost, self.is_gathering = not self.is_gathering, True  # one of them calls the other
         result = original(accelerator, *arguments, **options)
@@ -215,12 +215,12 @@ class Watcher:
             self.fills = []
         return loader.base_dataloader.dataset
 
-    def _save(self, accelerator: Accelerator, original: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+    def _save(self, original: Callable[..., Any], accelerator: Accelerator, *arguments: Any, **options: Any) -> None:
         """Saves nothing: a watched script must not write into its folders."""
         if self.is_over:
             self.end()
 
-    def _iterate(self, loader: Any, original: Callable[..., Any]) -> Iterator[Any]:
+    def _iterate(self, original: Callable[..., Any], loader: Any) -> Iterator[Any]:
         if self.is_over and loader in self.training_loaders:  # the next epoch
             self.end()
         batches = original(loader)
@@ -236,17 +236,17 @@ class Watcher:
             position += 1
             yield batch
 
-    def _begin(self, iterator: Any, original: Callable[..., Any], loader: Any) -> None:
+    def _begin(self, original: Callable[..., Any], iterator: Any, loader: Any) -> None:
         iterator.watched, iterator.num_given = [], 0
         self.newest, self.num_iterators = iterator.watched, self.num_iterators + 1
         original(iterator, loader)
 
-    def _next_index(self, iterator: Any, original: Callable[..., Any]) -> Any:
+    def _next_index(self, original: Callable[..., Any], iterator: Any) -> Any:
         ids = original(iterator)
         iterator.watched.append(ids)
         return ids
 
-    def _next(self, iterator: Any, original: Callable[..., Any]) -> Any:
+    def _next(self, original: Callable[..., Any], iterator: Any) -> Any:
         batch = original(iterator)
         iterator.num_given += 1
         if not self.is_inside:

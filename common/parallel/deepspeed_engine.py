@@ -108,7 +108,7 @@ class DeepSpeedEngine(Engine):
             )
 
     def _update(self, number: int, wants_norm: bool) -> tuple[Tensor | float | None, bool]:
-        if wants_norm or self.plan.evaluates(number):  # the step before
+        if wants_norm or self.plan.evaluates(number):  # an evaluation came before this step
             self._check_written()
         optimizer, hooks = self._own_optimizer, self._own_optimizer._optimizer_step_post_hooks
         optimizer._optimizer_step_post_hooks = type(hooks)()  # they would see the weights before the step

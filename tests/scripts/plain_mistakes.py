@@ -96,6 +96,7 @@ def main() -> None:
         for batch in evaluation:
             gather(model(batch["inputs"]).argmax(-1)[:, 0])
         accelerator.save_state("checkpoints")
+        accelerator.save({}, f="never.bin")
     accelerator.end_training()
 
 
