@@ -17,10 +17,11 @@ from accelerate_recipes.matrix import CONFIGS, MATRIX, RECIPES  # noqa: E402
 
 CERTIFICATES, PAGE = ROOT / "docs" / "certificates", ROOT / "docs" / "verified.md"
 NOT_SUPPORTED = "not supported"
+WHAT = ("loss", "weights")
 INTRODUCTION = """<!-- Written by docs/tools/catalogue.py: make verified -->
 # What was verified where, and when
 
-The first table shows which recipes give the result of one process under which config. To make a certificate:
+The first table shows which recipes give the result of one process under each config. To make a certificate:
 
 ```text
 accelerate-recipes verify recipes/mnist.py
@@ -40,9 +41,11 @@ float32 there. Every recipe has a certificate.
 DIFFERENCES = """
 ## How far from one process
 
-Each cell has the largest relative difference of the losses, and of the weights: the largest ‖w − w₀‖ / ‖w₀‖ of all
-tensors. "≈" is "same, to rounding errors"; "–" is not supported. The certificates in
-[docs/certificates/](certificates/) also have gradients, evaluations and processes.
+The largest relative difference of a run's losses and weights (‖w − w₀‖ / ‖w₀‖ of a tensor), and its recipe, without
+those that differ. [docs/certificates/](certificates/) has each run of each recipe.
+
+| run | recipes | losses | weights | same only to rounding errors |
+| --- | ---: | --- | --- | --- |
 """
 
 
@@ -58,13 +61,9 @@ def catalogue(certificates: dict[str, dict[str, Any]]) -> str:
         "| certificate | command | steps | made | hardware | SHA-256 of the script |",
         "| --- | --- | ---: | --- | --- | --- |",
         *(_row(name, one) for name, one in certificates.items()),
-        DIFFERENCES,
-        f"| config | {' | '.join(f'`{name}`' for name in certificates)} |",
-        "| --- |" + " ---: |" * len(certificates),
+        DIFFERENCES.rstrip("\n"),
+        *_differences(certificates),
     ]
-    found = [_differences(one) for one in certificates.values()]
-    names = list(dict.fromkeys(name for each in found for name in each))
-    lines += [f"| {name} | {' | '.join(each.get(name, '') for each in found)} |" for name in names]
     return "\n".join([*lines, "", *_messages(certificates)]) + "\n"
 
 
@@ -94,16 +93,25 @@ def _row(name: str, one: dict[str, Any]) -> str:
     return f"| {name} | `{command}` | {one['steps']} | {one['made']} | {_hardware(one)[0]} | {digest} |"
 
 
-def _differences(one: dict[str, Any]) -> dict[str, str]:
-    """{run: its cell}"""
-    cells = {}
-    for row in one["rows"][1:]:  # the first is the reference
-        found = row["difference"] or {}
-        cell = ", ".join(_number(found.get(name)) for name in ("loss", "weights")) if found else "–"
-        sign = {"same, to rounding errors": "≈ ", "bit for bit": ""}.get(row["verdict"], "")
-        name = re.sub(r"killed at step \d+", "killed", row["name"])
-        cells[name] = "differs" if row["verdict"].startswith("DIFFERS") else sign + cell
-    return cells
+def _differences(certificates: dict[str, dict[str, Any]]) -> list[str]:
+    """The row of each run, over all recipes."""
+    runs: dict[str, dict[str, dict[str, Any]]] = {}
+    for name, one in certificates.items():
+        for row in one["rows"][1:]:  # the first is the reference
+            if row["difference"] and not row["verdict"].startswith("DIFFERS"):
+                runs.setdefault(re.sub(r"killed at step \d+", "killed", row["name"]), {})[name] = row
+    rows = []
+    for run, found in runs.items():
+        cells = [_largest({name: row["difference"].get(what) for name, row in found.items()}) for what in WHAT]
+        rounding = [f"`{name}`" for name, row in found.items() if row["verdict"] == "same, to rounding errors"]
+        rows.append(f"| {run} | {len(found)} | {' | '.join(cells)} | {', '.join(rounding)} |")
+    return rows
+
+
+def _largest(values: dict[str, float | None]) -> str:
+    """The largest value, and the recipe that it is from unless it is 0."""
+    value, name = max((value, name) for name, value in values.items() if value is not None)
+    return f"{value:.1e}, `{name}`" if value else "0"
 
 
 def _messages(certificates: dict[str, dict[str, Any]]) -> list[str]:
@@ -132,10 +140,6 @@ def _hardware(one: dict[str, Any]) -> tuple[str, bool]:
     if hardware:
         return f"CPU, {hardware['cores']} cores", False
     return "CPU" if one["versions"]["torch"].endswith("+cpu") else "not recorded", False
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else "0" if value == 0 else f"{value:.1e}"
 
 
 def read() -> dict[str, dict[str, Any]]:
