@@ -58,8 +58,8 @@ def catalogue(certificates: dict[str, dict[str, Any]]) -> str:
         names = [f"`{name}`" for name, one in certificates.items() if _versions(one) == versions]
         lines += [f"{'All' if len(names) == len(certificates) else ', '.join(names)} with {versions}.", ""]
     lines += [
-        "| certificate | command | steps | made | hardware | SHA-256 of the script |",
-        "| --- | --- | ---: | --- | --- | --- |",
+        "| certificate | command | made | SHA-256 of the script |",
+        "| --- | --- | --- | --- |",
         *(_row(name, one) for name, one in certificates.items()),
         DIFFERENCES.rstrip("\n"),
         *_differences(certificates),
@@ -90,7 +90,7 @@ def _row(name: str, one: dict[str, Any]) -> str:
     is_today = script.is_file() and hashlib.sha256(script.read_bytes()).hexdigest() == one["sha256"]
     digest = f"{one['sha256'][:16]}…: {'that of today' if is_today else 'changed since'}"
     command = " ".join([one["script"], *one["flags"]])
-    return f"| {name} | `{command}` | {one['steps']} | {one['made']} | {_hardware(one)[0]} | {digest} |"
+    return f"| {name} | `{command}` | {one['made'][:10]} | {digest} |"
 
 
 def _differences(certificates: dict[str, dict[str, Any]]) -> list[str]:
@@ -129,7 +129,8 @@ def _messages(certificates: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _versions(one: dict[str, Any]) -> str:
-    return ", ".join(f"{package} {number}" for package, number in one["versions"].items())
+    packages = ", ".join(f"{package} {number}" for package, number in one["versions"].items())
+    return f"{packages}; {_hardware(one)[0]}; {one['steps']} steps"
 
 
 def _hardware(one: dict[str, Any]) -> tuple[str, bool]:
