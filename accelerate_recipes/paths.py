@@ -21,7 +21,7 @@ def check_folder(path: Path, name: str = "") -> None:
     """Raises UsageError unless files can be written into a folder, which may not exist yet. `name`: of the flag."""
     with _possible(path, name, "written"):
         if path.is_symlink() and not path.exists():
-            raise UsageError(f"{_named(path, name)} is a link that leads nowhere: use another")
+            raise UsageError(f"{_named(path, name)} is a broken link: use another")
         place = next(place for place in (path.absolute(), *path.absolute().parents) if _is_there(place))
         if not place.is_dir():
             what = "is a file" if place == path.absolute() else f"cannot be created: {place} is a file"

@@ -112,7 +112,7 @@ def _open_files(error: BaseException) -> str | None:
 def _unknown_word(error: BaseException) -> str | None:
     frames = traceback.extract_tb(error.__traceback__)
     if isinstance(error, KeyError) and frames and frames[-1].name == "get_lang_token":  # of M2M100
-        return f"the tokenizer has no language {error}: use the code of one, such as --source_lang en"
+        return f"the tokenizer has no language {error}: use a language code, such as --source_lang en"
     is_missing = "Missing [UNK] token" in str(error)  # tokenizers raises a plain Exception
     return "the tokenizer has no token for unknown words: use one with an unk_token" if is_missing else None
 

@@ -74,7 +74,7 @@ class _Parser(argparse.ArgumentParser):
             action = self._option_string_actions.get(name)
             if action is not None and action.nargs == 0 and (equals or not following.startswith("-")):
                 off = f"--no_{action.dest} turns it off"
-                self.error(f"{name} takes no value, got '{value if equals else following}': leave the value out; {off}")
+                self.error(f"{name} takes no value, got '{value if equals else following}': remove the value; {off}")
         values, unknown = self.parse_known_args(words)
         for word in unknown:
             if (name := word.partition("=")[0]) in OF_THE_LAUNCHER:

@@ -82,7 +82,7 @@ class RunConfig:
         False, "write checkpoints during the next steps; training waits only for a copy into CPU memory"
     )
     resume_from_checkpoint: str | None = flag(
-        None, "'latest' (the newest in output_dir; a fresh start if there is none) or the path of a checkpoint"
+        None, "'latest' (the newest in output_dir; from scratch if there is none) or the path of a checkpoint"
     )
     overwrite_output_dir: bool = flag(False, "start over in a folder with an earlier run's checkpoints or model")
     metric_for_best_model: str | None = flag(
@@ -153,7 +153,7 @@ class RunConfig:
         if self.overwrite_output_dir and self.resume_from_checkpoint == "latest":  # each restart would start over
             raise UsageError(
                 "--overwrite_output_dir starts over, --resume_from_checkpoint latest continues: use one of them; in "
-                "a job that may restart use the latter, which starts afresh if there is no checkpoint"
+                "a job that may restart use the latter, which starts from scratch if there is no checkpoint"
             )
 
 

@@ -119,7 +119,7 @@ class Evaluation:
             self._has_said = True
             self.engine.accelerator.print(
                 f'summarize or examples gives "{name}" as {first[name]:.4g} in process 0 and {other:.4g} in process '
-                f"{rank}; the run uses the first: compute it from what examples gets, the values of all samples"
+                f"{rank}; the run uses the first: compute it from the values of all samples, as examples gets them"
             )
         return first
 

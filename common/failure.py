@@ -54,7 +54,7 @@ def first_failure(error: BaseException) -> Failure:
     elif isinstance(error, KeyboardInterrupt):
         exit_code, line = 130, "interrupted"
     elif lost := LOST_PEER.search(str(error)):
-        exit_code, line = 1, f"stopped: another process has ended ({lost[0]}); the launcher's report says how"
+        exit_code, line = 1, f"stopped: another process has ended ({lost[0]}); see the launcher's report"
     else:
         exit_code, line = 1, f"error: {line_of(error)}"
     mine = Failure(os.getpid(), exit_code, line)

@@ -201,7 +201,7 @@ def _length(sampler: Sampler, seed: int, num_samples: int) -> int:
     if not torch.equal(order, again):
         raise UsageError(
             "the sampler returns a different order when it is called again for the same epoch",
-            "draw from the generator that it is given, so that all processes and a resumed run take the same samples",
+            "use the generator that it gets, so that all processes and a resumed run take the same samples",
         )
     return len(order)
 

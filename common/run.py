@@ -78,7 +78,7 @@ def _call(afterwards: Callable[[], Any]) -> None:
     except (Exception, KeyboardInterrupt) as error:
         trace = "" if needs_no_traceback(error) else trace_of(error)
         reason = advice(error) or ("interrupted" if isinstance(error, KeyboardInterrupt) else line_of(error))
-        sys.stderr.write(f"the run is done, but the recipe failed after it: {reason}\n{trace}")
+        sys.stderr.write(f"the run is done, but the recipe failed afterwards: {reason}\n{trace}")
 
 
 def _after_restart(config: ConfigT) -> ConfigT:

@@ -34,7 +34,7 @@ def check(
 
     config, script = _existing(config, find_config), _existing(recipe, find_recipe)
     if script is not None and not re.search(r"\bfit\(", text_of(script, "", "use the path of a recipe")):
-        raise UsageError(f"{script} does not call fit, so doctor cannot check it: leave it out")
+        raise UsageError(f"{script} does not call fit, so doctor cannot check it: remove it")
     if fix and config is None:
         raise UsageError("--fix needs a config file: use its path")
     copy = path_of_copy(config) if fix and config else None

@@ -41,7 +41,7 @@ def push(
             url = upload.result()
     except Exception as error:  # the library and its network stack raise dozens of types
         why = "a run writes to the folder" if isinstance(error, Timeout) else _reason(error)
-        line = f"not uploaded: {model} did not get to {name} on the Hub ({why}): run the same command again"
+        line = f"not uploaded: sending {model} to {name} failed ({why}): run the same command again"
         print(line, file=sys.stderr, flush=True)
         # Not sys.exit: a silent Hub holds a thread.
         os._exit(1)

@@ -55,7 +55,7 @@ def _causes_in_the_loader(run: Trace, reference: Trace, difference: Difference) 
     return {
         f"the {size} processes train alone: Accelerate runs {facts['distributed_type']} in each": is_alone,
         f"the evaluation gathers {rows[0]} rows under DDP and {rows[1]} in one process: {why}": is_padded,
-        "the loader has a DistributedSampler, and prepare divides its samples again: leave out the sampler": is_divided,
+        "the loader has a DistributedSampler, and prepare divides its samples again: remove the sampler": is_divided,
         f"only one of the two runs ends an epoch after step {end}: each process decides by its own value, such as the "
         "loss of its samples; gather the value from all processes first": first == expected_first and end < at,
         f"step {at} takes {len(ids)} samples under DDP and {len(expected)} in one process: prepare fills up the last "

@@ -122,7 +122,7 @@ class Certificate:
             return int(num_bad > 0)
         of_all = f"{num_bad} of {len(self.rows)} runs are not the same"
         if num_bad:
-            print(f"\n{of_all}. Likely cause: {cause or 'see the line of the failed run'}")
+            print(f"\n{of_all}. Likely cause: {cause or 'see the error of the failed run'}")
         else:
             print("\nOne result." if gap is None else f"\nThe same, but {gap}.")
         print(f"The certificate is in {self.folder}/certificate.md and certificate.json")

@@ -131,7 +131,7 @@ class FirstPass:
             "the forward pass draws random numbers in evaluation, too, such as dropout that is always on; they depend "
             "on --micro_batch_size: use self.training, unless this is intended": self.draws_in_evaluation,
             f"the parity check also wrote {first['files']}, which it does not restore": self.files,
-            "an evaluation that is taken twice has two results: the result depends on the number of processes, and is "
+            "two evaluations of one batch differ: the result depends on the number of processes, and is "
             "not compared; use only the batch and the model": self.moves and not (self.keeps or written),
         }
         if_cut = {

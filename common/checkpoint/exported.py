@@ -51,7 +51,7 @@ def try_export(setup: Setup, group: CpuGroup) -> None:
             with TemporaryDirectory(dir=output_dir) as folder, _Reads(module) as reads:
                 _write_small_files(module, Path(folder), dtype, setup.options.get("export"))
         except Exception as error:  # any error: `export` is the recipe's
-            line = f"the model could not be exported after the last step ({line_of(error)}): correct this first"
+            line = f"the model could not be exported after the last step ({line_of(error)}): fix this first"
         if line is None and reads.name and divides_weights(layout := setup.plan.layout):
             line = f"export reads {reads.name}, and {layout} divides weights: read {output_dir / 'model'} after fit"
         if disk.total and size > disk.free:  # some file systems do not say how large they are

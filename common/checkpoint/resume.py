@@ -115,7 +115,7 @@ def find_checkpoint(setup: Setup, identity: dict[str, Any], group: CpuGroup) -> 
         return Checkpoint(path, reader, trained, other_evaluation)
 
     if wanted == "latest" and group.broadcast(starts_over(plan.config.output_dir)):
-        print_once(f"an earlier run stopped while it replaced {plan.config.output_dir}: starting afresh")
+        print_once(f"an earlier run stopped while it replaced {plan.config.output_dir}: starting from scratch")
         return Checkpoint()
     if wanted == "latest":
         try:
@@ -125,7 +125,7 @@ def find_checkpoint(setup: Setup, identity: dict[str, Any], group: CpuGroup) -> 
                 f"no checkpoint in {plan.config.output_dir} is complete: use --overwrite_output_dir to start over"
             ) from None
         if found is None:
-            print_once(f"no checkpoint in {plan.config.output_dir}: starting afresh")
+            print_once(f"no checkpoint in {plan.config.output_dir}: starting from scratch")
         return found or Checkpoint()
     try:
         return open_checked(Path(wanted), group)

@@ -84,7 +84,7 @@ class Saver:
 
     def save(self, state: TrainState, unrecorded: RunningSums) -> None:
         """Writes `checkpoints/step_<steps taken>`; then a thread removes the oldest beyond `--keep_checkpoints`. If it
-        fails, a line says so, and the run continues. Raises UsageError for optimizer state that does not fit."""
+        fails, the run says so and continues. Raises UsageError for optimizer state that does not fit."""
         self.finish()
         self._engine.numbers.check_complete()
         held, layout = self._engine.shards(), self._engine.plan.layout

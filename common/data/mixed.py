@@ -41,7 +41,7 @@ class Mixture(ConcatDataset):
             if size == 0:
                 raise UsageError(f"{name} is empty", "remove it from the mixture")
             if OF in name or "/" in name:
-                raise UsageError(f"a source has the name {name}", "leave out @ and /, which the names of metrics use")
+                raise UsageError(f"a source has the name {name}", "remove @ and /, which the names of metrics use")
         if weights is not None:
             shares = [weights[name] / sum(weights.values()) for name in self.names]
             length = (max if repeats else min)(size / share for size, share in zip(self.sizes, shares))
@@ -96,7 +96,7 @@ def by_source(
     if not isinstance(train_set, Mixture):
         return forward_step, sampler
     if not hasattr(train_set, "counts"):
-        raise UsageError("a Mixture for training needs weights", "give it one for each source")
+        raise UsageError("a Mixture for training needs weights", "pass one for each source")
     for other in eval_set.values() if isinstance(eval_set, Mapping) else (eval_set,):
         if isinstance(other, Mixture) and other.names != train_set.names:
             raise UsageError(

@@ -21,7 +21,7 @@ from ..environment import CODE_FILE, Environment, versions
 from ..errors import RunError, UsageError, first_line
 from ..package import files_of_run
 
-PATIENCE_S = 10  # until a line says what the run waits for
+PATIENCE_S = 10  # until the run says what it waits for
 ARRIVAL_S = 300  # longest wait of one machine's processes for the other machines'
 
 # Keeps the store alive: others read from the first process's (torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE).
@@ -95,7 +95,7 @@ def saying_who_waits(environment: Environment) -> Iterator[None]:
         yield
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         if "EADDRINUSE" in str(error):
-            raise UsageError(f"the port of {place} is taken", "use another --main_process_port") from None
+            raise UsageError(f"the port of {place} is in use", "use another --main_process_port") from None
         raise RunError(f"the processes did not meet at {place} ({first_line(error)[:200]})") from None
     finally:
         timer.cancel()

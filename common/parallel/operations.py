@@ -66,7 +66,7 @@ class Operations(OperationTrace):
             raise UsageError(
                 "something between two layers of the tp_plan draws random numbers "
                 f"({schema.name.removeprefix('aten::')}), and each process would draw them for its own features",
-                "leave it out, or use --config_file accelerate_configs/fsdp2.yaml",
+                "remove it, or use --config_file accelerate_configs/fsdp2.yaml",
             )
         if self._is_training and not torch.is_grad_enabled():  # in an autograd.Function: its backward pass is not seen
             self.note(f"{schema.name.removeprefix('aten::')} without gradients", (args, kwargs))

@@ -30,7 +30,7 @@ def freeze_what_is_not_trained(
     total = sum(weight.numel() for weight in weights)
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)
     line = f"trainable: {trained:,} of {total:,} weights"
-    for what, those in (("frozen", frozen), ("frozen, because the optimizer was not given them", left)):
+    for what, those in (("frozen", frozen), ("frozen, because they are not in the optimizer", left)):
         if those:
             sizes = _sizes(model, those)
             first, *others = sorted(sizes, key=lambda name: -sizes[name])

@@ -125,7 +125,7 @@ class Replicas:
                     )
         self._compares = False
         self._accelerator.print(
-            "the processes round differently, for example on different processors: weights are no longer compared"
+            "the processes round differently, for example on different processors: the run no longer compares weights"
         )
         return None
 

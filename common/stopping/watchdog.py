@@ -88,7 +88,7 @@ class Watchdog:
             if self.timeout and time.monotonic() - self._last > self.timeout:
                 self._end(HangError(self._describe_hang()))
             elif self._is_stuck() and (lost := self._ask(self._lost_process)) is not None and self._is_stuck():
-                self._end(RunError(f"process {lost} has ended; the launcher's report says how"))
+                self._end(RunError(f"process {lost} has ended; see the launcher's report"))
 
     def _is_stuck(self) -> bool:
         return time.monotonic() - self._last > STUCK_S and not self._num_saves

@@ -134,7 +134,7 @@ def _table(batch: list[dict[str, Any]], features: Any, schema: Any, position: in
 
     if not all(isinstance(sample, dict) for sample in batch):
         raise UsageError(f"the stream gives samples of the type {type(batch[0]).__name__}: expected dicts")
-    misfit = f"the stream's samples from number {position} on do not fit the columns of the first"
+    misfit = f"samples {position} and later of the stream do not fit the columns of the first"
     found = dict.fromkeys(name for sample in batch for name in sample)
     known = schema.names if schema else features or found
     if strange := found.keys() - set(known):

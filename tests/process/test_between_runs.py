@@ -76,7 +76,7 @@ def test_model_without_its_run_card_or_files_is_not_done(tmp_path: Path) -> None
         (first.output_dir / name).rename(tmp_path / name)
     (first.output_dir / "metrics.jsonl").unlink()
     run = fork(first.output_dir, "single", DISTURBED, f"{COURSE} {LATEST}")
-    assert "starting afresh" in run.stdout and "nothing to do" not in run.stdout
+    assert "starting from scratch" in run.stdout and "nothing to do" not in run.stdout
     assert (run.output_dir / "model" / "model.safetensors").exists()
 
 

@@ -156,7 +156,7 @@ def test_recall(tmp_path: Path) -> None:
         ("--score_column answer --loss cosent", "column answer, row 1 below the header: expected a number, got 'kab"),
         (
             "--score_column question --negative_column answer --loss cosent",
-            "does not work with negatives: leave out --negative_column",
+            "does not work with negatives: remove --negative_column",
         ),
         ("--loss cosent", "--loss cosent does not fit this data: use symmetric or one_direction"),
         ("--matryoshka 64", "--matryoshka 64: expected numbers from 1 to 32, such as 32,16"),

@@ -223,7 +223,7 @@ DEPENDS = "the result depends on the n"
             "ddp",
             f"each call of forward_step or of a layer changes OWN: if it is used, {DEPENDS}",
         ),
-        ("step counts_in_a_logger", "ddp", f"an evaluation that is taken twice has two results: {DEPENDS}"),
+        ("step counts_in_a_logger", "ddp", f"two evaluations of one batch differ: {DEPENDS}"),
         ("model buffer_of_evaluations", "fsdp2", "the forward pass changes mean, as BatchNorm does, and sees 2 of 8"),
         (
             "step counts_right_answers --summary of_own_samples",

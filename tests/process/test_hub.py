@@ -108,7 +108,7 @@ def test_failed_upload_loses_nothing(
             assert any(behaviour["fails_at"] in request for request in hub.requests)
     assert time.monotonic() - started < 60
     (line,) = (line for line in run.stderr.splitlines() if line.startswith("not uploaded: "))
-    assert f"model did not get to me/line on the Hub ({reason}" in line and line.endswith("run the same command again")
+    assert f"model to me/line failed ({reason}" in line and line.endswith("run the same command again")
     assert run.exit_code == 1 and "Traceback" not in run.stderr and TOKEN not in run.stdout + run.stderr
     assert (trained.output_dir / "run.json").read_bytes() == before
     with FakeHub() as hub:

@@ -109,7 +109,7 @@ def test_sixteen_bits_and_several_frames_in_two_workers(tmp_path: Path) -> None:
     flags = f"--data {tmp_path}/scans --num_workers 2 --max_steps 40 --eval_every 40"
     run = fork(tmp_path / "run", "single", SCRIPT, f"{SMALL} {flags}")
     assert run.column("eval/accuracy") == [1]
-    assert run.stdout.count("has several frames: the first of such images is used") == 1
+    assert run.stdout.count("has several frames: the run uses the first one") == 1
     assert "80 images for training and evaluation, 2 classes: high 40, low 40" in run.stdout
 
 

@@ -138,7 +138,7 @@ def test_run_card_agrees_with_the_exit_code_after_training(
     run = fork(tmp_path / "run", "single", script, flags, succeeds=False)
     assert (run.exit_code, run.card["status"], run.card["exit_code"]) == (exit_code, status, exit_code)
     assert (run.card["error"] or "").startswith(line or "") and (run.output_dir / "model").exists()
-    assert exit_code or "the run is done, but the recipe failed after it: ZeroDivisionError" in run.stderr
+    assert exit_code or "the run is done, but the recipe failed afterwards: ZeroDivisionError" in run.stderr
     script.write_text(script.read_text().replace(how, "pass"))
     again = fork(tmp_path / "run", "single", script, f"{flags} {LATEST}")
     assert "nothing to do" in again.stdout  # it is not trained again

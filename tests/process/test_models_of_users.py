@@ -83,7 +83,7 @@ def test_weights_that_the_optimizer_was_not_given_are_frozen(
     arguments = f"{STEPS} --optimizer head_only"
     run = fork(tmp_path / "run", config, USERS, arguments)
     assert_same_result(run, reference(USERS, f"{arguments} --model all_but_head_frozen"))
-    line = " of 2,497 weights; frozen, because the optimizer was not given them: blocks (2,208) and 1 more"
+    line = " of 2,497 weights; frozen, because they are not in the optimizer: blocks (2,208) and 1 more"
     assert run.stdout.count(line) == 1
 
 

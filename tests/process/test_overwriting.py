@@ -98,7 +98,7 @@ def test_resuming_with_more_or_fewer_steps_says_what_it_does(tmp_path: Path) -> 
 
 def test_latest_without_a_checkpoint_starts_fresh(tmp_path: Path) -> None:
     run = fork(tmp_path / "run", "ddp", MNIST, f"--max_steps 2 {LATEST}")
-    assert "starting afresh" in run.stdout and run.card["attempt"] == 1
+    assert "starting from scratch" in run.stdout and run.card["attempt"] == 1
 
 
 @pytest.mark.parametrize("name", ["best/model.safetensors", "previous/best/x", "metrics.jsonl", "run.json"])

@@ -24,7 +24,7 @@ UNREACHED = "tests/scripts/unreached.py"
 )
 def test_a_layer_without_gradient_is_named(tmp_path: Path, config: str, flags: str) -> None:
     run = fork(tmp_path / "run", config, UNREACHED, flags)
-    frozen = "frozen: frozen (72); frozen, because the optimizer was not given them: left (72)"
+    frozen = "frozen: frozen (72); frozen, because they are not in the optimizer: left (72)"
     assert run.stdout.count(f"trainable: 528 of 672 weights; {frozen}\n") == 1
     line = "up to step 11 the gradient of rounded.weight, ... is zero in each record, so nothing trains it"
     assert run.stdout.count("is zero in each record") == run.stdout.count(line) == 1

@@ -34,7 +34,7 @@ def test_run_without_a_fault_leaves_nothing_else(tmp_path: Path) -> None:
 def test_export_that_fails_at_once_is_refused(tmp_path: Path) -> None:
     run = fork(tmp_path / "run", "ddp", SCRIPT, "--fails 0", succeeds=False)
     line = "error: the model could not be exported after the last step (ValueError: the words are gone (side_files.py:"
-    assert line in run.stderr and "correct this first" in run.stderr and run.card["exit_code"] == 2
+    assert line in run.stderr and "fix this first" in run.stderr and run.card["exit_code"] == 2
     assert not (run.output_dir / "metrics.jsonl").exists() and not [*run.output_dir.glob("tmp*")]
 
 

@@ -176,9 +176,7 @@ def test_signal_saves_no_step_whose_gradient_nobody_looked_at(tmp_path: Path) ->
         pytest.param(
             "stuck_slow_error", "error: RuntimeError: an error in one process (disturbed.py:", marks=pytest.mark.full
         ),
-        pytest.param(
-            "stuck_kill", "stopped: process 1 has ended; the launcher's report says how", marks=pytest.mark.full
-        ),
+        pytest.param("stuck_kill", "stopped: process 1 has ended; see the launcher's report", marks=pytest.mark.full),
     ],
 )
 def test_process_that_waits_for_a_lost_peer_ends(tmp_path: Path, fault: str, expected: str) -> None:

@@ -201,7 +201,7 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a crowd by a word": (lambda it: it["annotations"][1].update(iscrowd="no"), "perhaps an iscrowd of 0 or 1"),
     "only crowds": (
         lambda it: [each.update(iscrowd=1) for each in it["annotations"]],
-        "for training have only boxes of crowds .iscrowd., which no model learns; use --data digits",
+        "for training have only boxes of crowds .iscrowd., which are not trained; use --data digits",
     ),
     "another size": (
         lambda it: it["images"][0].update(width=80, height=40.0),

@@ -45,7 +45,7 @@ from accelerate_recipes.common.schedule import Schedule
             "--eval-data dev.csv",
             "--eval_data: no such flag; put the files into a folder, as train.* and dev.*, and use",
         ),
-        ("--tf32 True", "--tf32 takes no value, got 'True': leave the value out; --no_tf32 turns it off"),
+        ("--tf32 True", "--tf32 takes no value, got 'True': remove the value; --no_tf32 turns it off"),
         ("--seed 3 --tf32=false", "--tf32 takes no value, got 'false'"),
         ("--no-tf32 1 --seed 3", "--no_tf32 takes no value, got '1'"),
         ("--num_processes 4", "--num_processes belongs before the script: accelerate launch --num_processes ... "),

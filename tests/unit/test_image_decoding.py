@@ -158,7 +158,7 @@ def test_first_of_several_frames_is_said_once(kind: str, capsys: pytest.CaptureF
     for _ in range(2):
         red, _, blue = opener(file, "a.gif").convert("RGB").getpixel((3, 3))
         assert red > 240 and blue < 15
-    assert capsys.readouterr().out == "a.gif has several frames: the first of such images is used\n"
+    assert capsys.readouterr().out == "a.gif has several frames: the run uses the first one\n"
     opener(saved(flat("RGB", (255, 0, 0)), kind), "b")
     assert not capsys.readouterr().out
 

@@ -149,7 +149,7 @@ def test_parts_are_folders_with_exactly_their_names(tmp_path: Path, files: str, 
     [
         (
             "train/a/0 test/a/1 unlabelled/2",
-            "train and test hold folders with images, as parts of a data set do, but unlabelled is next to",
+            "train and test hold folders with images, like the splits of a dataset, but unlabelled is next to",
         ),
         ("train/0 test/1", "have no classes: expected a folder with a sub-folder for each class, such as cat/1.png"),
         ("test/a/0 val/a/0", "has a folder test, but none called train"),

@@ -72,7 +72,7 @@ def damage(folder: Path, kind: str) -> None:
     [
         ("truncated", "train-images-idx3-ubyte has 1000 bytes, its header says 36880: download it again"),
         ("truncated gzip", "train-images-idx3-ubyte.gz is damaged"),
-        ("not gzip", "train-images-idx3-ubyte.gz is no .gz file: remove .gz from its name, or copy it again"),
+        ("not gzip", "train-images-idx3-ubyte.gz is not a .gz file: remove .gz from its name, or copy it again"),
         ("wrong magic", "train-images-idx3-ubyte is not an IDX file of bytes with 3 dimensions"),
         ("missing", "t10k-labels-idx1-ubyte: no such file, and no"),
         ("labels of another set", "t10k-images has 50 images but t10k-labels has 49 labels"),

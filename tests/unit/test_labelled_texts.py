@@ -194,8 +194,8 @@ def test_numbers_are_ordered_as_numbers(tmp_path: Path, names: list[object], ord
         (["\xe9", "e\u0301"], ["\xe9"], r"count as different: 'e\u0301' and '\xe9'"),
         (["Good", "good", "bad"], ["bad"], "'Good' and 'good'"),
         (["a", "b"], ["b", "c"], "classes in the evaluation, but in no text for training: c"),
-        (["-1", "0", "1"], ["0"], "a class like any other here, although it may mean no class: -1"),
-        (["-100", "0"], ["0", "-1"], "a class like any other here, although it may mean no class: -1, -100"),
+        (["-1", "0", "1"], ["0"], "counts as a class, although it may mean no class: -1"),
+        (["-100", "0"], ["0", "-1"], "counts as a class, although it may mean no class: -1, -100"),
     ],
 )
 def test_classes_that_may_be_a_mistake(

@@ -98,7 +98,7 @@ def test_a_port_that_is_taken() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         environment = Environment(world_size=2, local_rank=0, main_address="127.0.0.1", main_port=str(port))
-        with pytest.raises(UsageError, match=f"the port of 127.0.0.1:{port} is taken"), saying_who_waits(environment):
+        with pytest.raises(UsageError, match=f"the port of 127.0.0.1:{port} is in use"), saying_who_waits(environment):
             TCPStore("127.0.0.1", port, 2, is_master=True, timeout=timedelta(seconds=5))
 
 

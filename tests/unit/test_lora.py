@@ -142,7 +142,7 @@ def test_adapters_of_peft_go_on(tmp_path: Path) -> None:
             lambda folder: of_peft(folder, save_embedding_layers=True),
             r"has more weights .* such as base_model.*lm_head\.weight: merge it with PEFT",
         ),
-        (lambda folder: prompts_of_peft(folder), "has trained prompts, which are not supported: use adapters of LoRA"),
+        (lambda folder: prompts_of_peft(folder), "has trained prompts, which are not supported: use LoRA adapters"),
         (lambda folder: of_peft(folder, use_dora=True), "is DoRA, not plain LoRA: merge it with PEFT"),
         (lambda folder: (of_peft(folder), (folder / "adapter_model.safetensors").unlink()), "no adapters of Llama"),
         (
@@ -175,7 +175,7 @@ def test_adapters_that_cannot_go_on(tmp_path: Path, spoil: Any, line: str) -> No
         ({"lora_alpha": 8, "model_name_or_path": "base"}, "--lora_alpha is for adapters: use --lora_rank, too"),
         (
             {"lora_rank": 8, "model_name_or_path": "HERE"},
-            "--lora_rank: the run continues the adapters in .*: leave it out",
+            "--lora_rank: the run continues the adapters in .*: remove it",
         ),
     ],
 )

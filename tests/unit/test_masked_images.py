@@ -138,7 +138,7 @@ def test_names_of_classes(tmp_path: Path) -> None:
     assert (of_model[0]["mask"].numpy() == halves(3, 0)).all()
     (tmp_path / "names.json").write_text(json.dumps({"0": "sky", "1": "road"}))
     train, _ = load(tmp_path, names=str(tmp_path / "names.json"))
-    with pytest.raises(UsageError, match=r"images/\d.png: its mask has 2, and --class_names does not"):
+    with pytest.raises(UsageError, match=r"images/\d.png: its mask has the class 2: add it to --class_names"):
         samples(train)[0]
     (tmp_path / "names.json").write_text(json.dumps({"0": "sky", "1": "road", "2": "sky"}))
     with pytest.raises(UsageError, match=r"names.json has several classes called sky: give each its own name"):

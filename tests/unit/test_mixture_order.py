@@ -80,7 +80,7 @@ def test_a_mixture_for_training_has_weights_and_an_evaluation_the_same_names() -
     ("weights", "sizes", "line"),
     [
         ({"a": 1, "b": 1}, {"a": 3, "b": 0}, "b is empty: remove it from the mixture"),
-        ({"a": 1, "b@5": 1}, {"a": 3, "b@5": 3}, "a source has the name b@5: leave out @ and /"),
+        ({"a": 1, "b@5": 1}, {"a": 3, "b@5": 3}, "a source has the name b@5: remove @ and /"),
         ({"a": 1000, "b": 1}, {"a": 300, "b": 300}, "b gets less than one sample per epoch: use a larger"),
     ],
 )

@@ -145,7 +145,7 @@ def test_marks_of_encodings(tmp_path: Path, name: str, encoding: str, capsys: py
 def test_half_of_a_character(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "a\\ud83d"}\n{"text": "\\ud83d\\ude00"}\n{"text": "\\\\ud83d"}\n')
     assert texts(str(tmp_path / "rows.jsonl")) == ["a\N{REPLACEMENT CHARACTER}", "\N{GRINNING FACE}", "\\ud83d"]
-    assert capsys.readouterr().out.startswith("1 rows hold half of a character")
+    assert capsys.readouterr().out.startswith("1 rows have half of a character")
 
 
 def test_nan_is_no_text(tmp_path: Path) -> None:
@@ -203,8 +203,8 @@ BROKEN = [
     ("a.csv", b"text,label\n", "has no rows"),
     ("a.csv.gz", gzip.compress(b"text,label\n" * 9999)[:50], "is damaged"),
     ("a.csv.zst", b"\x28\xb5\x2f\xfd" + b"\xff" * 30, "cannot be read: ZSTD decompress failed"),
-    ("a.csv.gz", b"text,label\na,b\n", "is no .gz file: remove .gz from its name, or copy it again"),
-    ("a.csv.bz2", b"text,label\na,b\n", "is no .bz2 file: remove .bz2 from its name, or copy it again"),
+    ("a.csv.gz", b"text,label\na,b\n", "is not a .gz file: remove .gz from its name, or copy it again"),
+    ("a.csv.bz2", b"text,label\na,b\n", "is not a .bz2 file: remove .bz2 from its name, or copy it again"),
     ("a.csv", gzip.compress(b"text"), "is compressed: rename it to a.csv.gz, or unpack it"),
     ("a.csv.gz", gzip.compress(gzip.compress(b"text")), "is compressed: rename it to a.csv.gz.gz, or unpack it"),
     ("a.jsonl", bz2.compress(b"text"), "is compressed: rename it to a.jsonl.bz2, or unpack it"),

@@ -117,8 +117,8 @@ def test_names_of_splits_are_those_of_files() -> None:
 
 
 REFUSED = [
-    (["a.csv", "a.jsonl"], "holds a.csv and a.jsonl, which may be the same: use the path of one"),
-    (["a.csv", "a.csv.gz"], "a.csv.gz, which may be the same"),
+    (["a.csv", "a.jsonl"], "holds a.csv and a.jsonl, which may have the same data: use the path of one"),
+    (["a.csv", "a.csv.gz"], "a.csv.gz, which may have the same data"),
     (["notes.txt"], "holds no .csv, .tsv, .json, .jsonl, .ndjson, .parquet file; type something else"),
     (["test.csv"], "expected a train split, found test"),
 ]

@@ -128,8 +128,8 @@ def test_max_samples_of_a_data_set(tmp_path: Path, parquet: Path, monkeypatch: p
     [
         ([], "the stream has no samples"),
         ([(1, 2)], "the stream gives samples of the type tuple: expected dicts"),
-        ([{"a": 1}] * 20 + [{"a": "x"}], "the stream's samples from number 16 on do not fit the columns of the first"),
-        ([{"a": 1}] * 20 + [{"a": 1.5}], "the stream's samples from number 16 on do not fit the columns of the first"),
+        ([{"a": 1}] * 20 + [{"a": "x"}], "samples 16 and later of the stream do not fit the columns of the first"),
+        ([{"a": 1}] * 20 + [{"a": 1.5}], "samples 16 and later of the stream do not fit the columns of the first"),
         ([{"a": 1}] * 20 + [{"b": 1}], "a column b, which is not in the first samples"),
         ([{"a": 1}] * 20 + [{"a": 1, "b": 1}], "a column b, which is not in the first samples"),
     ],

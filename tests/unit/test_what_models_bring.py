@@ -183,7 +183,7 @@ def test_languages_and_lengths_of_a_translator(source: str, target: str, most: i
 def test_a_language_for_a_tokenizer_that_has_none() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.src_lang = "en"  # as --source_lang does
-    line = "--source_lang en: the tokenizer has no languages: leave it out"
+    line = "--source_lang en: the tokenizer has no languages: remove it"
     with pytest.raises(UsageError, match=line):
         Translations([("red", "rot")] * 2, tokenizer, SimpleNamespace(config=None), "", 8, 8)
 
@@ -192,7 +192,7 @@ def test_a_language_for_a_tokenizer_that_has_none() -> None:
 
     with pytest.raises(KeyError) as caught:
         get_lang_token("xx")
-    assert advice(caught.value) == "the tokenizer has no language 'xx': use the code of one, such as --source_lang en"
+    assert advice(caught.value) == "the tokenizer has no language 'xx': use a language code, such as --source_lang en"
 
 
 def test_numbers_that_need_a_scale_are_refused(tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_weights_of_other_names_are_no_model(tmp_path: Path, read: Any, prefix: 
     renamed = {prefix + name: weight for name, weight in weights.items()}
     save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
     line = rf"lacks \d+ of the weights of \w+, such as .*, but has {prefix}.*: use the path of a complete [\w ]+"
-    with pytest.raises(UsageError, match=line + ("; save the model inside" if "m" in prefix else "")):
+    with pytest.raises(UsageError, match=line + ("; save the model that DDP" if "m" in prefix else "")):
         read(tmp_path)
 
 

@@ -55,6 +55,10 @@ TRANSLATED = {
     r"\bcan be learnt\b": "the model learns",
     r"\b(?:is|are) taken (?:for|as)\b": "counts as",
     r"\bwhat varies\b": "parts that vary",
+    r"\b[Aa] line (?:says|names|counts|tells)\b": "the run says, names, warns",
+    r"\bafresh\b": "from scratch",
+    r"report says how": "see the report",
+    r"did not get to\b": "... failed",
 }
 # Constructions that read like a translation, whatever the words, and how to write it instead. Pages and code have none
 # of them; recipes have none of the first two.

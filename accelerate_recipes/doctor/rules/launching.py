@@ -171,7 +171,7 @@ def gpu_ids(config: Config) -> Iterator[Finding]:
     if lacking := [one for one in text.split(",") if one.strip().isdecimal() and int(one) >= num_gpus > 0]:
         yield Finding(
             f"gpu_ids is {text}, but torch finds {num_gpus} GPUs on this machine, numbered from 0",
-            f"CUDA leaves out GPU {lacking[0].strip()} and those after it",
+            f"CUDA ignores GPU {lacking[0].strip()} and those after it",
             "gpu_ids: all; unset CUDA_VISIBLE_DEVICES, if it hides GPUs",
         )
     if wanted is not None and num_ids < wanted and config.starts_several:

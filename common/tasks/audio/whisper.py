@@ -33,7 +33,7 @@ def load_whisper(name_or_path: str, language: str | None, task: str, max_target_
     code = TO_LANGUAGE_CODE.get(language, language) or None
     if code not in (known or [None]):
         several = f"knows {len(known)} languages: use the language of the texts, such as --language german"
-        knows = several if known else "has no languages in its generation_config.json: leave out --language"
+        knows = several if known else "has no languages in its generation_config.json: remove --language"
         raise UsageError(f"--language {language or 'is missing'}: {name_or_path} {knows}")
     tokenizer.language, tokenizer.task = code, task if code else None
     tokenizer.set_prefix_tokens(predict_timestamps=False)

@@ -86,7 +86,7 @@ class Chats:
                 say(f"--data {data}: {number:,} of {total:,} {use} {reason} within --max_length {max_length}: left out")
         taught = self if len(kept) == total else self.part(kept)
         if number := sum(taught._column("is_empty")):
-            say(f"--data {data}: {number:,} {use} conversations have an empty answer: only its end is trained")
+            say(f"--data {data}: {number:,} {use} conversations have an empty answer: the model learns only its end")
         if whole and not kept:
             raise UsageError(f"--data {data}: both answers of each pair are equal: there is no preference to learn")
         if not kept:
@@ -281,7 +281,7 @@ def _say_unused(data: str, table: Table, read: Callable[[Row], list[Conversation
         with suppress(UsageError):  # its encoding reports that
             chats += read(row)
     if roles := {message["role"] for chat in chats for message in chat.messages} - {*USUAL}:
-        say(f"--data {data}: messages of the role {', '.join(sorted(roles))} are not trained: answers are of assistant")
+        say(f"--data {data}: messages of the role {', '.join(sorted(roles))} are not trained, only those of assistant")
     if names := find_unused([chat for chat in chats if not chat.is_plain], template):
         found = [message.get(name) for chat in chats for message in chat.messages for name in names]
         hint = ' ("weight": 0 keeps a message out of training)' if bool in map(type, found) else ""

@@ -218,7 +218,7 @@ def _fault(messages: Messages, template: Any, options: Mapping[str, Any], text: 
             return f"the chat template writes a Python object of its {name}: give the tokenizer another chat_template"
     parts = (part for one in messages if isinstance(one.get("content"), list) for part in one["content"])
     if not all(part.get("text", "").strip() in text for part in parts):
-        return "the chat template leaves out a part of a content: give the tokenizer another chat_template"
+        return "the chat template drops a part of a content: give the tokenizer another chat_template"
     if any("tool_calls" in message for message in messages) and not _uses("tool_calls", messages, template, options):
         return "the chat template does not write tool_calls: give the tokenizer a chat_template that does"
     return None

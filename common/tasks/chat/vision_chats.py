@@ -108,7 +108,7 @@ class _Rows:
         table.say_unread(messages, images)
 
     def find_answered(self, data: str) -> list[int]:
-        """The numbers of conversations with an answer; a line counts the others. Raises UsageError if there is none."""
+        """The numbers of conversations with an answer; prints how many others. Raises UsageError if there is none."""
         found = [number for number, value in enumerate(self.rows.values(self.messages)) if _may_have_an_answer(value)]
         if not found:
             raise UsageError(f"--data {data}: no message has the role assistant, so there is nothing to learn")

@@ -159,7 +159,7 @@ def with_losses(
         _attend_without_mask(model)
     divides = longest > 0 and _head_alone_makes_logits(model)
     if chunk and not divides:
-        print_once(f"{type(model).__name__} changes its logits after its head: those of a whole batch are in memory")
+        print_once(f"{type(model).__name__} changes its logits after its head: all logits of a batch stay in memory")
     divisible = not routes and sees is None  # routers are summed over whole samples, and an image has no slices
     if divisible:
         model.sequence_parallel = LongSequences(model)
@@ -265,7 +265,7 @@ def _check_documents_are_apart(model: PreTrainedModel) -> None:
     first, second = torch.arange(14).remainder(model.get_input_embeddings().num_embeddings).split([6, 8])
     positions = torch.cat([torch.arange(len(first)), torch.arange(len(second))])
     pair = torch.stack([torch.cat([first, second]), torch.cat([first.flip(0), second])])
-    reason = "lets a conversation see the one before it"
+    reason = "lets a conversation attend to the one before it"
     try:
         with runnable(model):
             packed = model(input_ids=pair, position_ids=positions.expand(2, -1), use_cache=False).logits[:, 6:]
@@ -273,7 +273,7 @@ def _check_documents_are_apart(model: PreTrainedModel) -> None:
     except TypeError:
         packed, alone, reason = torch.ones(1), torch.zeros(1), "takes no positions"
     if not torch.allclose(packed, alone, rtol=1e-3, atol=1e-5):
-        raise UsageError(f"--packing: {type(model).__name__} {reason}: leave out --packing")
+        raise UsageError(f"--packing: {type(model).__name__} {reason}: remove --packing")
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
@@ -281,7 +281,7 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
     try:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     except ValueError as error:
-        raise UsageError(f"--activation_checkpointing: {error}: leave it out") from None
+        raise UsageError(f"--activation_checkpointing: {error}: remove it") from None
 
 
 def _attend_without_mask(model: PreTrainedModel) -> None:

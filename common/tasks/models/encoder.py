@@ -139,7 +139,7 @@ def freeze_key_biases(model: nn.Module) -> None:
 @torch.no_grad()
 def pad_texts(model: PreTrainedModel, tokenizer: Any) -> Padding:
     """A `collate_fn` for texts, with padding that changes no value: on the right, with the token that the head looks
-    for; or on the left, as for XLNet, whose head reads the last position. A line says if it changes values anyway."""
+    for; or on the left, as for XLNet, whose head reads the last position. Warns if it changes values anyway."""
     tokens = torch.tensor([tokenizer("a a")["input_ids"]])
     usual = tokenizer.pad_token_id
 

@@ -96,7 +96,7 @@ def base_of(config: LoraFlags, merge: bool = False) -> str | None:
     if given and path is None:
         raise UsageError(f"{given[0]} adapts a pretrained model: use --model_name_or_path, too")
     if given and goes_on:
-        raise UsageError(f"{given[0]}: the run continues the adapters in {path}: leave it out, or --merge them first")
+        raise UsageError(f"{given[0]}: the run continues the adapters in {path}: remove it, or --merge them first")
     if (given or merge) and not config.lora_rank and not goes_on:
         raise UsageError(f"{'--merge' if merge else given[0]} is for adapters: use --lora_rank, too")
     if path is None or not goes_on:
@@ -149,7 +149,7 @@ def _continue(model: PreTrainedModel, folder: str) -> nn.Module:
         check_is_pulled(Path(folder, FILE))
         settings = peft.PeftConfig.from_pretrained(folder)
         if settings.is_prompt_learning:
-            raise UsageError(f"{given} has trained prompts, which are not supported: use adapters of LoRA, or a model")
+            raise UsageError(f"{given} has trained prompts, which are not supported: use LoRA adapters, or a model")
         if not isinstance(settings, peft.LoraConfig) or settings.modules_to_save or settings.bias != "none":
             raise UsageError(f"{given} has more than the matrices of LoRA: {MERGE}")
         if settings.use_dora:

@@ -136,7 +136,7 @@ def _check_body(
 def lacking(name_or_path: str, model: Any, names: list[str], expected: str, others: Iterable[str] = ()) -> UsageError:
     """The error for a model whose files lack the weights of these names, and perhaps have others."""
     other = min(others, default="")
-    advice = "; save the model inside that of DDP or torch.compile" * other.startswith(("module.", "_orig_mod."))
+    advice = "; save the model that DDP or torch.compile wraps" * other.startswith(("module.", "_orig_mod."))
     what = f"{len(names)} of the weights of {type(model).__name__}, such as {names[0]}{other and f', but has {other}'}"
     return UsageError(
         f"--model_name_or_path {name_or_path} lacks {what}: use the path of a complete {expected}{advice}"
@@ -295,7 +295,7 @@ def _check_rows(model: PreTrainedModel, tokenizer: Any) -> None:
     content = json.loads(plain.backend_tokenizer.to_str())
     content["added_tokens"] = [each for each in content["added_tokens"] if each["content"] not in without]
     plain._tokenizer = Tokenizer.from_str(json.dumps(content))
-    print_once(f"the model has no row for {', '.join(without)}: the tokenizer reads that as text")
+    print_once(f"the model has no row for {', '.join(without)}: the tokenizer treats that as text")
 
 
 def files_of(name_or_path: str) -> list[str]:

@@ -15,7 +15,7 @@ def experts_per_token(model: PreTrainedModel) -> int:
     others = [name for name, _ in model.named_buffers() if name.endswith("correction_bias")]  # not only by probability
     if number == 0 or others or "router_logits" not in (model._can_record_outputs or {}):
         raise UsageError(
-            f"--router_loss: {type(model).__name__} has no routers that choose by probability alone: leave it out"
+            f"--router_loss: {type(model).__name__} has no routers that choose by probability alone: remove it"
         )
     return number
 

@@ -133,6 +133,6 @@ def _rows(table: Table, query: str, document: str, negative: str | None, score: 
         return [Pair(texts) for texts in rows_with_text(table, query, document, *negatives)]
     table.check_columns({"--score_column": score})
     if negatives:
-        raise UsageError("--score_column does not work with negatives: leave out --negative_column")
+        raise UsageError("--score_column does not work with negatives: remove --negative_column")
     rows = rows_with_text(table, query, document, beside=[*table.numbers(score)])
     return [Pair(tuple(texts), number) for *texts, number in rows]

@@ -40,7 +40,7 @@ class EncodedWords(ListDataset):
 
     def __init__(self, source: Labelled, tokenizer: Any, max_length: int):
         if not tokenizer.is_fast:
-            raise UsageError("its tokenizer does not tell the word of each token: use a model with tokenizer.json")
+            raise UsageError("its tokenizer does not map tokens to words: use a model with tokenizer.json")
         encoded = tokenizer([*source.samples], is_split_into_words=True, truncation=True, max_length=max_length)
         self.samples, lost = [], 0
         for row, tags in enumerate(source.labels):

@@ -39,7 +39,7 @@ class Translations(ListDataset):
         for side, name, word in (("source", "src_lang", "text"), ("target", "tgt_lang", "text_target")):
             if language := getattr(tokenizer, name, None):
                 if not hasattr(type(tokenizer), "src_lang") and name not in tokenizer.init_kwargs:  # a flag has set it
-                    raise UsageError(f"--{side}_lang {language}: the tokenizer has no languages: leave it out")
+                    raise UsageError(f"--{side}_lang {language}: the tokenizer has no languages: remove it")
                 with suppress(KeyError):
                     if tokenizer.unk_token_id not in tokenizer(**{word: ""})["input_ids"]:
                         continue

@@ -47,7 +47,7 @@ class Opener:
                     if not self.said[FRAMES]:
                         with suppress(Exception):  # frames after the first may be damaged
                             if image.format != "MPO" and getattr(image, "is_animated", False):  # phones add a preview
-                                self._say(FRAMES, f"{name} has several frames: the first of such images is used")
+                                self._say(FRAMES, f"{name} has several frames: the run uses the first one")
                     return shown
         except UsageError:
             raise

@@ -112,7 +112,7 @@ def say_odd_classes(data: str, parts: Sequence[Labelled], what: str) -> None:
         "classes that look alike, but count as different": [
             " and ".join(map(ascii, names)) for names in alike.values() if len(names) > 1
         ],
-        "a class like any other here, although it may mean no class": sorted(NO_CLASS & (trained | evaluated)),
+        "counts as a class, although it may mean no class": sorted(NO_CLASS & (trained | evaluated)),
     }.items():
         if found:
             say(f"--data {data}: {line}: {shorten(found)}")
@@ -153,7 +153,7 @@ def classes_of_model(name_or_path: str, classes: list[str]) -> tuple[list[str], 
 
     A head that knows each class by one name keeps its order and weights. A head without names (LABEL_0, ...) takes the
     classes in the order of the data; if these are numbers of most of its outputs, it takes all numbers. Any other head
-    would give its outputs other names: then the head is new, and a line says so.
+    would give its outputs other names: then the head is new, and the run says so.
     """
     from transformers import PretrainedConfig
 

@@ -211,7 +211,7 @@ def _parts(data: str, files: list[str], left_out: LeftOut, kind: Media, tables: 
     others = [top for top in tops if top not in (*train, *evaluation)]
     if not tops or others or (whole and not (train and evaluation)):
         if others and train and evaluation and all(tops[top] for top in (*train, *evaluation)):
-            what = f"{train[0]} and {evaluation[0]} hold folders with {kind.name}s, as parts of a data set do"
+            what = f"{train[0]} and {evaluation[0]} hold folders with {kind.name}s, like the splits of a dataset"
             raise UsageError(f"--data {data}: {what}, but {others[0]} is next to them: move it away")
         return [""]
     if not train:

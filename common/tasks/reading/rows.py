@@ -279,7 +279,7 @@ def _rows_of_all(places: Sequence[Place]) -> Iterator[tuple[Row, str]]:
             else:
                 yield from ((row, "") for row in _csv_rows(place, text))
     if found["rows"]:
-        say(f"{found.total():,} rows hold half of a character (\\ud800 to \\udfff): read as \N{REPLACEMENT CHARACTER}")
+        say(f"{found.total():,} rows have half of a character (\\ud800 to \\udfff): read as \N{REPLACEMENT CHARACTER}")
 
 
 def _csv_rows(place: Place, text: TextIO) -> Iterator[Row]:
@@ -312,7 +312,7 @@ def _csv_rows(place: Place, text: TextIO) -> Iterator[Row]:
 
 def _quoting_of_tabs(place: Place, first: str) -> Any:
     """Whether quotes are text, as in text/tab-separated-values; or CSV's: if no fewer rows have a cell for each name
-    then, and the header is in quotes or quotes are doubled. A line says which, if it matters."""
+    then, and the header is in quotes or quotes are doubled. Says which, if it matters."""
     fits, sizes, begins, doubled = list[tuple[int, int]](), list[int](), False, False
     for quoting in (csv.QUOTE_NONE, csv.QUOTE_MINIMAL):
         with open_text(place, "", says_encoding=False) as text, suppress(csv.Error):

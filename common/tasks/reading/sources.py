@@ -94,7 +94,7 @@ def load_tables(
 
 
 def labelled_splits(data: str, names: list[str], read: Callable[[str], Any], labelled: Callable[[Any], bool]) -> list:
-    """The training split, and the first of the others that has labels. A line names each one that is left out."""
+    """The training split, and the first of the others that has labels. Names each one that it skips."""
     found = [read(name) for name in names[:1]]
     for name, following in zip_longest(names[1:], names[2:]):
         if labelled(split := read(name)):
@@ -205,7 +205,7 @@ def files_of_folder(data: str, folder: Path, kinds: dict[str, str], advice: str)
         other = copies.setdefault(strip_packing(path), path) if is_of_kind else found[0]
         if other is not path:
             what = "use the path of one, or move the other away"
-            raise UsageError(f"--data {data} holds {other.name} and {path.name}, which may be the same: {what}")
+            raise UsageError(f"--data {data} holds {other.name} and {path.name}, which may have the same data: {what}")
     named = [(path.absolute(), split_of(path.relative_to(folder))) for path in found]
     unnamed = "" if any(split == "train" for _, split in named) else "train"  # the split of files without one
     splits: Files = {}

@@ -25,7 +25,7 @@ def local_path(data: str, folder: Path = Path()) -> Path:
     no such file. Raises UsageError for a name that no file can have."""
     path = folder / data
     if not data and folder == Path():  # otherwise the caller names the cell
-        raise UsageError("a path is empty: use the path of a file or folder, or leave the flag out")
+        raise UsageError("a path is empty: use the path of a file or folder, or remove the flag")
     try:
         return path if path.exists() else folder / Path(data).expanduser()
     except RuntimeError:  # the home of an unknown user
@@ -58,7 +58,7 @@ def open_bytes(place: Place) -> Iterator[io.BufferedReader]:
             check_is_pulled(place)
             raw: Any = place.open("rb")
             if packing not in ("", ".zst") and (start := raw.peek(9)) and not start.startswith(PACKED[packing]):
-                raise UsageError(f"{place} is no {packing} file: remove {packing} from its name, or copy it again")
+                raise UsageError(f"{place} is not a {packing} file: remove {packing} from its name, or copy it again")
         else:
             import fsspec  # type: ignore[import-untyped]  # a dependency of `datasets`
 
@@ -79,7 +79,7 @@ def open_bytes(place: Place) -> Iterator[io.BufferedReader]:
 
 @contextmanager
 def open_text(place: Place, newline: str | None, says_encoding: bool = True) -> Iterator[io.TextIOWrapper]:
-    """The text of a file in UTF-8, or in UTF-16 or UTF-32 if it begins with their mark; a line says so. `newline` is
+    """The text of a file in UTF-8, or in UTF-16 or UTF-32 if it begins with their mark, and says so. `newline` is
     as in `open`. Raises UsageError, also from the body of `with`, if the file cannot be read or is not text."""
     with open_bytes(place) as file:
         start = file.peek(4)

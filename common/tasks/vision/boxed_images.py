@@ -121,7 +121,7 @@ def load_boxed_images(data: str, image_column: str, objects_column: str) -> tupl
         objects = [[[each for each in found if min(each[1][2:]) > 0] for found in part] for part in objects]
     labels = [label for part in objects for found in part for label, _, _ in found]
     if all(is_crowd for found in objects[0] for *_, is_crowd in found):
-        what = "only boxes of crowds (iscrowd), which no model learns" if any(objects[0]) else "no boxes"
+        what = "only boxes of crowds (iscrowd), which are not trained" if any(objects[0]) else "no boxes"
         raise UsageError(f"--data {data}: its images for training have {what}; {ADVICE}")
     if max(max(box) for part in objects for found in part for _, box, _ in found) <= 1:
         raise UsageError(f"--data {data}: no box has a number above 1: expected pixels, not fractions of the image")

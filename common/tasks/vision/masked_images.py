@@ -87,7 +87,7 @@ class MaskedImages(Dataset):
         numbers = numbers[:, ::-1] if is_mirrored else numbers
         places = self.numbers.searchsorted(numbers).clip(max=len(self.numbers) - 1)
         if (wrong := numbers[self.numbers[places] != numbers]).size:
-            raise UsageError(f"{images.name(row)}: its mask has {wrong[0]}, and --class_names does not: add it there")
+            raise UsageError(f"{images.name(row)}: its mask has the class {wrong[0]}: add it to --class_names")
         found, pixels = torch.from_numpy(self.outputs[places]), resize(image, self.form, box, is_mirrored, colours)
         return {"image": pixels, "mask": found, "weight": float((found != IGNORED).sum())}
 
