@@ -17,7 +17,7 @@ from ..models.causal_lm import checkpoint_activations, load_pretrained, load_tra
 from ..models.lora import LoraFlags, base_of, naming_base
 from ..models.pretrained import export_of, load, runnable, switch_off_dropout
 from ..models.tokenization import END, adds_special_tokens, byte_tokenizer, tokenizer_of
-from .conversations import Conversation, question
+from .conversations import Conversation, question, text_of
 
 # <|user|> question, <|assistant|> answer, and a mark that ends each message.
 TEMPLATE = (
@@ -199,4 +199,4 @@ def write_answers(config: ChatFlags, tokenizer: Any, chats: Any, kind: Any = Aut
             print(f"no answers, because of its generation_config.json: {first_line(error)}")
             return
         num_right = sum(found.endswith(chat.answer.strip()) for found, chat in zip(answers, asked))
-        print(f"{asked[0].question} {answers[0]}\n{num_right} of {len(asked)} held-out answers are right")
+        print(f"{text_of(asked[0].messages[-2])} {answers[0]}\n{num_right} of {len(asked)} held-out answers are right")

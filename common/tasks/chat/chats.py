@@ -176,13 +176,8 @@ def load_chats(
     needs = [{column}, {"conversations"}, {"prompt", "completion"}]
     lacks = f"has neither {column} nor prompt and completion: rename two columns, or use --messages_column with one of"
     kind, limits = f"conversation in {column}", (max_length, max_samples)
-
-    def read(row: Row) -> list[Conversation]:
-        return [Conversation.of_row(row, column)]
-
-    def embedded() -> list[Row]:
-        return [{column: messages} for messages in by_rules()]
-
+    read = lambda row: [Conversation.of_row(row, column)]  # noqa: E731
+    embedded = lambda: [{column: messages} for messages in by_rules()]  # noqa: E731
     return load_samples(data, tokenizer, *limits, kind, read, embedded, needs, lacks)
 
 

@@ -33,11 +33,6 @@ class Conversation:
     images: Sequence[Any] = ()  # in the order in which the messages show them
 
     @property
-    def question(self) -> str:
-        """The text of the last message but one."""
-        return text_of(self.messages[-2])
-
-    @property
     def answer(self) -> str:
         """The text of the last message."""
         return text_of(self.messages[-1])

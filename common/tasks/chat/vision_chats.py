@@ -13,6 +13,7 @@ from PIL import Image, ImageDraw
 from ...data.facts import say
 from ...errors import UsageError
 from ..reading.image_decoding import Opener
+from ..reading.labelled_images import folder_of
 from ..reading.rows import Table, holds_images
 from ..reading.sources import check_not_streamed, divide, load_tables
 from ..reading.text_files import local_path
@@ -95,8 +96,7 @@ class _Rows:
     """The conversations in a table with these columns. `data`: for messages, relative paths. Raises UsageError."""
 
     def __init__(self, data: str, table: Table, messages: str, images: str):
-        path = local_path(data)
-        self.folder = path.parent if path.is_file() else path
+        self.folder = folder_of(data)
         self.rows, self.messages, self.images, self.opener = table, messages, images, Opener()
         table.check_columns({"--messages_column": messages})
         if images not in table.column_names:

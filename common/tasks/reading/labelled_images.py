@@ -58,7 +58,7 @@ class ImageFiles:
 
     def _open(self, file: Any, index: int) -> Any:
         if isinstance(file, dict) and not file.get("bytes") and isinstance(file.get("path"), str):
-            file = file | {"path": str(local_path(file["path"], _folder_of(self.data)))}
+            file = file | {"path": str(local_path(file["path"], folder_of(self.data)))}
         return self.opener(file, self.name(index))
 
     def name(self, index: int) -> str:
@@ -67,7 +67,7 @@ class ImageFiles:
         return self.files[index] if isinstance(self.files, list) and isinstance(self.files[index], str) else row
 
 
-def _folder_of(data: str) -> Path:
+def folder_of(data: str) -> Path:
     """Where relative paths in a table begin."""
     path = local_path(data).absolute()
     return path.parent if path.is_file() else path
@@ -78,7 +78,7 @@ def files_in(data: str, table: Table, column: str) -> Any:
     files, kind = table.values(column), table.kinds.get(column)
     if kind is not None and not _is_text(kind):
         return files
-    folder, paths = _folder_of(data), list[Any]()
+    folder, paths = folder_of(data), list[Any]()
     first = next((file for file in files if isinstance(file, str)), "")
     if not local_path(first, folder).exists() and (folder / "clips" / first).is_file():
         folder /= "clips"  # of Common Voice, whose tables leave it out

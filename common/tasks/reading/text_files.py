@@ -15,6 +15,13 @@ from ...data.facts import say
 from ...errors import UsageError, first_line
 from ...files import check_is_pulled
 
+# {what a file is that is no text, and what to do: its first bytes}
+OTHERS: Any = {
+    "a workbook of Excel, or a zip archive: save it as CSV, or unpack it": (b"PK\3\4", b"\xd0\xcf\x11\xe0"),
+    "a Parquet file: let its name end with .parquet": b"PAR1\x15",
+    "an Arrow file, or a database of SQLite: save a table as CSV": (b"ARROW1\0", b"SQLite format 3\0"),
+    "a PDF: save its text": b"%PDF-",
+}
 Place = Path | str  # a file of this machine, or the address of one on the Hub
 # {ending of a packed file's name: its first bytes}
 PACKED = {".gz": b"\x1f\x8b", ".bz2": b"BZh", ".xz": b"\xfd7zX", ".zst": b"\x28\xb5\x2f\xfd"}
@@ -82,9 +89,9 @@ def open_text(place: Place, newline: str | None, says_encoding: bool = True) -> 
     """The text of a file in UTF-8, or in UTF-16 or UTF-32 if it begins with their mark, and says so. `newline` is
     as in `open`. Raises UsageError, also from the body of `with`, if the file cannot be read or is not text."""
     with open_bytes(place) as file:
-        start = file.peek(4)
-        if start[:4] in (b"PK\x03\x04", b"\xd0\xcf\x11\xe0"):
-            raise UsageError(f"{place} is a workbook of Excel, or a zip archive: save it as CSV, or unpack it")
+        start = file.peek(9)
+        if kind := next((kind for kind, first in OTHERS.items() if start.startswith(first)), ""):
+            raise UsageError(f"{place} is {kind}")
         if ending := next((ending for ending, first in PACKED.items() if start.startswith(first)), ""):
             raise UsageError(f"{place} is compressed: rename it to {PurePath(place).name}{ending}, or unpack it")
         encoding = detect_encoding(start[:4])
