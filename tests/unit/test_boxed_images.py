@@ -215,6 +215,7 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         lambda it: it["images"][1].update(file_name="0.png"),
         "names .*0.png twice: put its boxes into one",
     ),
+    "no name": (lambda it: it["categories"][1].update(name=None), "COCO's JSON .an id .*, or a category has no name"),
     "a class twice": (lambda it: it["categories"][1].update(id=CATS[0]["id"]), "COCO's JSON .an id occurs twice"),
     "no classes": (lambda it: it.update(categories=3), "is not COCO's JSON"),
     "outside": (

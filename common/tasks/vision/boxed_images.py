@@ -23,7 +23,7 @@ from ..reading.text_files import local_path, open_text
 from .augmentation import VaryingFlags, variation
 from .cropped_images import Preprocessing, resize
 
-ADVICE = "use --data digits for the embedded images, or the path of a folder"
+ADVICE = "use --data digits for the embedded images, or a folder of images with COCO's JSON or a metadata.jsonl"
 CATEGORIES = "category", "categories", "category_id", "label"  # possible names of an object's class
 PADDING = -1  # in the place of a class
 CROWDS = {None: False, 0: False, 1: True, "0": False, "1": True}  # {what "iscrowd" may be: whether it is one}
@@ -182,13 +182,14 @@ def _read_table(path: Path, objects_column: str) -> tuple[Iterable[Any], Iterabl
         if not isinstance(content, dict) or not {"images", "annotations", "categories"} <= content.keys():
             return None
         files, kinds = {image["id"]: image["file_name"] for image in content["images"]}, content["categories"]
-        if len(files) < len(content["images"]) or len({each["id"] for each in kinds}) < len(kinds):
-            raise ValueError("an id occurs twice")
+        names = {each["id"]: text_of_cell(each["name"]) for each in kinds}
+        if len(files) < len(content["images"]) or len(names) < len(kinds) or not all(names.values()):
+            raise ValueError("an id occurs twice, or a category has no name")
         objects: dict[Any, list[Any]] = {number: [] for number in files}
         for each in content["annotations"]:
             objects[each["image_id"]].append(each)
         sizes = [(float(image.get("width") or 0), float(image.get("height") or 0)) for image in content["images"]]
-        return files.values(), objects.values(), {each["id"]: str(each["name"]) for each in kinds}, sizes
+        return files.values(), objects.values(), names, sizes
     except (ValueError, RecursionError, LookupError, TypeError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else first_line(error)
         form = "images with id and file_name, annotations with image_id, category_id and bbox, and categories with id"
