@@ -245,6 +245,7 @@ def test_no_recordings(tmp_path: Path) -> None:
     for name in ("text", "nothing", "none"):
         assert line(str(tmp_path / f"{name}.wav")).startswith("x.wav cannot be read (")
     assert line(b"RIFF").startswith("x.wav cannot be read (")
+    assert " object at " not in line(b"RIFF") + line(str(tmp_path / "text.wav"))
     without = "x.wav cannot be read (it has neither bytes nor a path): expected WAV, FLAC, OGG or MP3"
     assert line({"bytes": None, "path": None}) == without
     noise = numpy.random.default_rng(0).standard_normal((3 * RATE, 2)) / 9

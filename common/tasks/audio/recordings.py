@@ -137,7 +137,7 @@ def open_recording(file: Any, name: str) -> Recording:
         content = file if isinstance(file, bytes) else local_path(file).read_bytes()
         waves, rate = soundfile.read(io.BytesIO(content), dtype="float32", always_2d=True)
     except (RuntimeError, OSError, TypeError) as error:
-        reason = "it has neither bytes nor a path" if file is None else first_line(error)
+        reason = getattr(error, "error_string", first_line(error)) if file else "it has neither bytes nor a path"
         raise UsageError(f"{name} cannot be read ({reason}): expected WAV, FLAC, OGG or MP3") from None
     if len(content) + SLACK < (said := _size_said(content)) < STREAMED:
         raise UsageError(f"{name} has {len(content):,} of the {said:,} bytes in its header: copy it again")
