@@ -7,7 +7,7 @@ import typer
 
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.console import AsJson, Flags
-from accelerate_recipes.paths import check_folder, check_new_file
+from accelerate_recipes.paths import check_file, check_folder, check_new_file
 
 
 def verify(
@@ -62,6 +62,8 @@ def verify(
         if config or output:
             raise UsageError("--record runs one process: remove --config and --output")
         return single.record(script, flags or [], steps or 20, record, accelerate, as_json)
+    if not accelerate:  # which also takes the name of a module
+        check_file(script, "", "use the path of a recipe")
     folder = output or Path("verified") / script.stem
     check_folder(folder, name := "--output" if output else "")
     if (earlier := folder / "certificate.json").exists():

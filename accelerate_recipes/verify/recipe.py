@@ -10,7 +10,6 @@ from tempfile import TemporaryDirectory
 from accelerate_recipes.catalog import count_gpus, find_config, mapping_in, runs_here
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.matrix import SIZES
-from accelerate_recipes.paths import check_file
 from accelerate_recipes.verify.causes import likely_cause
 from accelerate_recipes.verify.certificate import Certificate, Row
 from accelerate_recipes.verify.differences import Difference, Point, compare, noise_floor, of_all_steps
@@ -21,8 +20,7 @@ def verify_recipe(
     script: Path, flags: list[str], steps: int, configs: list[str] | None, folder: Path, as_json: bool
 ) -> int:
     """Runs a recipe under configs, and writes the certificate into a folder. Returns the exit code. Raises UsageError
-    if the script or a config does not exist, or if the recipe does not run in one process."""
-    check_file(script, "", "use the path of a recipe")
+    if a config does not exist, or if the recipe does not run in one process."""
     chosen, certificate = chosen_configs(configs), Certificate(folder, script, flags, steps, as_json, configs)
     with TemporaryDirectory(prefix="verify_") as scratch:
         verification = _Verification(flags, Path(scratch), certificate)

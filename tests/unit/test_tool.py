@@ -150,6 +150,7 @@ def test_a_single_file_needs_nothing_from_here(tmp_path: Path, monkeypatch: pyte
         ("new mnist project --config ddp --config full/ddp.yaml", "--config names two files with the same name"),
         ("new mnist project --single-file --vendor", "make different projects: use one of them"),
         ("verify nowhere.py", "nowhere.py: no such file; use the path of a recipe"),
+        ("verify nowhere.py --output full", "nowhere.py: no such file; use the path of a recipe"),
         ("verify full/train.py --config dpp", "dpp: no such config"),
         ("verify full/train.py --steps 1", "Invalid value for '--steps'"),
         ("verify full/train.py --against then.json --config ddp", "with the flags of the record: remove all"),
