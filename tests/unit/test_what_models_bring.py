@@ -136,6 +136,23 @@ def test_settings_that_say_nothing_are_named(tmp_path: Path, name: str, text: st
         load_pretrained(str(tmp_path), 16, "sdpa")
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("pytorch_model.bin", b"hello rubbish"),
+        ("pytorch_model.bin", b""),
+        ("pytorch_model.bin", b"\x80\x04]\x94."),  # a list
+        *[("model.safetensors.index.json", content) for content in (b"", b"[]", b"{}", b'{"weight_map": {}}')],
+    ],
+)
+def test_weights_that_are_none_are_named(tmp_path: Path, name: str, content: bytes) -> None:
+    write_model(tmp_path, num_positions=32)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError, match="its weights, or the index that names their files, are damaged: copy or"):
+        load_pretrained(str(tmp_path), 16, "sdpa")
+
+
 def test_a_model_of_three_classes_gets_a_new_head_for_questions(tmp_path: Path) -> None:
     write_encoder(tmp_path)
     set_in(tmp_path / "config.json", id2label={"0": "a", "1": "b", "2": "c"}, label2id={"a": 0, "b": 1, "c": 2})

@@ -12,10 +12,10 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 from ...data.collate import pad_to_longest
-from ...data.facts import count_by_class, say
+from ...data.facts import say
 from ...errors import UsageError, first_line
 from ...weights.on_disk import with_full_weights
-from ..reading.labelled import Labelled, say_odd_classes, with_same_classes
+from ..reading.labelled import Labelled, say_classes, with_same_classes
 from ..reading.labelled_images import ImageFiles, Media, files_in, read_folder
 from ..reading.sources import TABLES, hold_out, is_saved, load_tables, split_of
 from ..reading.text_files import ending_of, local_path
@@ -200,6 +200,5 @@ def load_recordings(
         raise UsageError(f"--data {data} has no {what} for training or evaluation: expected two recordings or more")
     if clean is None:
         parts = with_same_classes(data, parts, "recording")
-        say(f"--data {data}: {count_by_class(parts[0].classes, parts[0].labels + parts[1].labels)}")
-        say_odd_classes(data, parts, "recording")
+        say_classes(data, parts, "recording")
     return parts[0], parts[1]

@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -14,6 +15,7 @@ from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator, init_empty_weights
+from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import MODEL_FOR_TEXT_ENCODING_MAPPING, AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel
@@ -30,6 +32,7 @@ from .tokenization import tokenizer_of
 
 TYPES = ("F64", "F32", "F16", "BF16")  # of safetensors, whose numbers are the weights themselves
 SCALED = ("F8_E4M3", "F8_E5M2")  # each comes with its scales
+READERS = {"load_state_dict", "get_checkpoint_shard_files"}  # functions of transformers
 LARGE = 700_000_000  # weights
 COPY = "copy its files, such as tokenizer.json, from the base model"
 PLAIN = "use the path of the original model, with weights in float32, bfloat16 or float16"
@@ -57,6 +60,9 @@ def _reason(error: Exception, expected: str, has_flag: bool) -> str:
         needs = "; run pip install torchvision"
     if "scaled_dot_product_attention" in text:
         needs = "; use --attention eager"
+    at = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+    if at & READERS and not isinstance(error, OSError | SafetensorError):  # such as KeyError: 101
+        return ": its weights, or the index that names their files, are damaged: copy or download them again"
     return f": no {expected} there ({first_line(error)}{needs})"
 
 

@@ -6,10 +6,9 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from ...data.facts import count_by_class, say
 from ...errors import UsageError
 from ..models.tokenization import rows_with_tokens
-from ..reading.labelled import Labelled, check_differ, flatten, say_odd_classes, with_same_classes
+from ..reading.labelled import Labelled, check_differ, flatten, say_classes, with_same_classes
 from ..reading.rows import Table, rows_with_text
 from ..reading.sources import STDLIB, divide, load_tables
 
@@ -101,9 +100,7 @@ def load_labelled_texts(
         return train, evaluation
     both = [Labelled.of_names(*each, declared) for each in zip(texts, labels)]
     train, evaluation = with_same_classes(data, both, "text")
-    several = " (several of a text)" * (target == "classes")
-    say(f"--data {data}: {count_by_class(train.classes, flatten(train.labels + evaluation.labels))}{several}")
-    say_odd_classes(data, (train, evaluation), "text")
+    say_classes(data, (train, evaluation), "text", after=" (several of a text)" * (target == "classes"))
     return train, evaluation
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...data.facts import count_by_class, printable, say
+from ...data.facts import printable, say
 from ...data.sets import ListDataset
 from ...errors import UsageError
 from ..models.causal_lm import IGNORED
-from ..reading.labelled import Labelled, check_differ, flatten, in_order, say_odd_classes
+from ..reading.labelled import Labelled, check_differ, flatten, in_order, say_classes
 from ..reading.rows import Table
 from ..reading.sources import TABLES, divide, files_of_folder, load_tables, walk
 from ..reading.text_files import Place, ending_of, local_path, open_text
@@ -131,8 +131,7 @@ def load_tagged_words(
         Labelled([words for words, _ in part], [tuple(map(classes.index, tags)) for _, tags in part], classes)
         for part in parts
     )
-    say(f"--data {data}: {count_by_class(classes, flatten(train.labels + evaluation.labels))}")
-    say_odd_classes(data, (train, evaluation), "sentence")
+    say_classes(data, (train, evaluation), "sentence")
     check_differ(data, (tag for part in parts for _, tags in part for tag in tags), "tags")
     if "O" not in classes:
         say(f"--data {data}: no tag is O: precision, recall and F1 count each word")

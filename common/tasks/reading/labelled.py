@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import Subset
 
-from ...data.facts import printable, say, shorten
+from ...data.facts import count_by_class, printable, say, shorten
 from ...errors import UsageError
 
 NO_CLASS = {"-1", "-100"}  # in data sets with a part that has no classes
@@ -99,9 +99,11 @@ def check_differ(data: Any, values: Iterable[Any], what: str) -> None:
         raise UsageError(f"--data {data}: all {what} are the same ({value}): expected different ones")
 
 
-def say_odd_classes(data: str, parts: Sequence[Labelled], what: str) -> None:
-    """Prints what may be a mistake: classes that training lacks, that look alike, or that may mean no class."""
-    classes = parts[0].classes
+def say_classes(data: str, parts: Sequence[Labelled], what: str, before: str = "", after: str = "") -> None:
+    """Prints the size of each class between other facts, and what may be a mistake: classes that training lacks, that
+    look alike, or that may mean no class."""
+    classes, labels = parts[0].classes, flatten([label for part in parts for label in part.labels])
+    say(f"--data {data}: {before}{count_by_class(classes, labels)}{after}")
     trained, evaluated = ({classes[one] for one in flatten(part.labels)} for part in (parts[0], parts[-1]))
     alike: dict[Any, list[str]] = {}
     for name in classes:

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from PIL import Image
 
-from ...data.facts import count_by_class, printable, say
+from ...data.facts import printable, say
 from ...errors import UsageError
 from .image_decoding import Opener
-from .labelled import Labelled, flatten, say_odd_classes, with_same_classes
+from .labelled import Labelled, flatten, say_classes, with_same_classes
 from .rows import Row, Table, table_of, text_of_cell
 from .sources import SPLITS, LeftOut, is_saved, load_tables, walk
 from .text_files import local_path
@@ -124,10 +124,7 @@ def load_image_splits(data: str, advice: str, max_samples: int | None = None) ->
     parts = with_same_classes(data, parts, "image")
     tasks = ["training", "evaluation"] if len(parts) == 2 else ["training and evaluation"]
     facts = [f"{len(part.labels):,} images for {task}" for part, task in zip(parts, tasks)]
-    labels = [label for part in parts for label in flatten(part.labels)]
-    several = " (several of an image)" * parts[0].has_several
-    say(f"--data {data}: {' and '.join(facts)}, {count_by_class(parts[0].classes, labels)}{several}")
-    say_odd_classes(data, parts, "image")
+    say_classes(data, parts, "image", " and ".join(facts) + ", ", " (several of an image)" * parts[0].has_several)
     return parts
 
 
