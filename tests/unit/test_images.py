@@ -97,6 +97,7 @@ def test_folder_that_is_not_there() -> None:
     ("sizes", "expected"),
     [
         ((8, 8, 9), "the image in row 1 has 8 x 8 pixels"),
+        ((3, 3, 3), "images of 3 x 3 pixels: expected 4 x 4 or more"),
         ((), "is not an image-classification dataset: expected an image and a label column, found text"),
     ],
 )

@@ -96,12 +96,10 @@ def load_labelled_texts(
     if is_number:
         for part, task in zip(labels, ("training", "evaluation")):  # such as a test split with hidden numbers
             check_differ(data, part, f"numbers for {task}")
-        train, evaluation = (Labelled(*each, ["LABEL_0"]) for each in zip(texts, labels))
-        return train, evaluation
-    both = [Labelled.of_names(*each, declared) for each in zip(texts, labels)]
-    train, evaluation = with_same_classes(data, both, "text")
-    say_classes(data, (train, evaluation), "text", after=" (several of a text)" * (target == "classes"))
-    return train, evaluation
+        return Labelled(texts[0], labels[0], ["LABEL_0"]), Labelled(texts[1], labels[1], ["LABEL_0"])
+    both = with_same_classes(data, [Labelled.of_names(*each, declared) for each in zip(texts, labels)], "text")
+    say_classes(data, both, "text", after=" (several of a text)" * (target == "classes"))
+    return both[0], both[1]
 
 
 def _standard_library() -> list[tuple[str, ...]]:

@@ -147,6 +147,8 @@ def _load_in_memory(data: str, max_samples: int | None) -> tuple[ImageDataset, I
         raise UsageError(f"--data {data}: {what}: use --max_samples with a smaller number")
     images = [[numpy.asarray(image) for image in part.samples] for part in parts]
     shape = 3 if any(image.ndim == 3 for part in images for image in part) else 1, *images[0][0].shape[:2]
+    if min(shape[1:]) < 4:
+        raise UsageError(f"--data {data}: images of {shape[1]} x {shape[2]} pixels: expected 4 x 4 or more")
     sets = []
     for part, pixels in zip(parts, images):
         for row, image in enumerate(pixels):
