@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -29,6 +30,7 @@ from transformers import (
     MambaForCausalLM,
     MBart50Tokenizer,
     PreTrainedTokenizerFast,
+    ViTImageProcessor,
     XLNetConfig,
     XLNetForSequenceClassification,
 )
@@ -40,6 +42,7 @@ from accelerate_recipes.common.tasks.models.encoder import always_mask, load_enc
 from accelerate_recipes.common.tasks.models.pretrained import freeze_unused, load
 from accelerate_recipes.common.tasks.models.tokenization import byte_tokenizer
 from accelerate_recipes.common.tasks.nlp.translations import Translations
+from accelerate_recipes.common.tasks.vision.cropped_images import Preprocessing, resize
 from accelerate_recipes.common.weights.on_disk import materialize, on_disk
 from support.small_model import write_encoder, write_encoder_decoder, write_model
 
@@ -149,8 +152,26 @@ def test_weights_that_are_none_are_named(tmp_path: Path, name: str, content: byt
     write_model(tmp_path, num_positions=32)
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(UsageError, match="its weights, or the index that names their files, are damaged: copy or"):
+    with pytest.raises(UsageError, match="its weights or their index are damaged: copy or download"):
         load_pretrained(str(tmp_path), 16, "sdpa")
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"do_normalize": False}, {"do_rescale": False}, {"rescale_factor": 1 / 127.5}], ids=str
+)
+def test_the_numbers_of_an_image_are_those_of_its_processor(tmp_path: Path, settings: dict[str, Any]) -> None:
+    processor = ViTImageProcessor(size={"height": 8, "width": 8}, **settings)
+    processor.save_pretrained(tmp_path)
+    image = Image.linear_gradient("L").convert("RGB").resize((8, 8))
+    expected = processor(image, return_tensors="pt")["pixel_values"][0]
+    torch.testing.assert_close(resize(image, Preprocessing.of(str(tmp_path)), (0, 0, 8, 8)), expected)
+
+
+@pytest.mark.parametrize("settings", [{"image_mean": [0.5], "image_std": [0.5]}, {"image_std": [0.5, 0, 0.5]}])
+def test_images_without_three_colours_are_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
+    ViTImageProcessor(**settings).save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match="three colours, with an image_std above 0"):
+        Preprocessing.of(str(tmp_path))
 
 
 def test_a_model_of_three_classes_gets_a_new_head_for_questions(tmp_path: Path) -> None:

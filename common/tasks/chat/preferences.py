@@ -71,9 +71,8 @@ def load_pairs(data: str, tokenizer: Any, max_length: int, max_samples: int | No
             tokenizer's chat template turns into texts; or texts, which are used unchanged.
         tokenizer, max_length, max_samples: as in `load_chats`.
     """
-    limits = max_length, max_samples
-    lacks = "lacks the columns chosen and rejected, and perhaps prompt; it has"
-    return load_samples(data, tokenizer, *limits, "pair", split_pair, pairs_by_rules, [{"chosen", "rejected"}], lacks)
+    needs, lacks = [{"chosen", "rejected"}], "lacks the columns chosen and rejected, and perhaps prompt; it has"
+    return load_samples(data, tokenizer, max_length, max_samples, "pair", split_pair, pairs_by_rules, needs, lacks)
 
 
 def split_pair(row: dict[str, Any]) -> list[Conversation]:

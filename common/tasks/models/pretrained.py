@@ -32,7 +32,7 @@ from .tokenization import tokenizer_of
 
 TYPES = ("F64", "F32", "F16", "BF16")  # of safetensors, whose numbers are the weights themselves
 SCALED = ("F8_E4M3", "F8_E5M2")  # each comes with its scales
-READERS = {"load_state_dict", "get_checkpoint_shard_files"}  # functions of transformers
+READERS = {"load_state_dict", "get_checkpoint_shard_files"}  # of transformers
 LARGE = 700_000_000  # weights
 COPY = "copy its files, such as tokenizer.json, from the base model"
 PLAIN = "use the path of the original model, with weights in float32, bfloat16 or float16"
@@ -61,8 +61,8 @@ def _reason(error: Exception, expected: str, has_flag: bool) -> str:
     if "scaled_dot_product_attention" in text:
         needs = "; use --attention eager"
     at = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
-    if at & READERS and not isinstance(error, OSError | SafetensorError):  # such as KeyError: 101
-        return ": its weights, or the index that names their files, are damaged: copy or download them again"
+    if at & READERS and not isinstance(error, OSError | SafetensorError):
+        return ": its weights or their index are damaged: copy or download them again"
     return f": no {expected} there ({first_line(error)}{needs})"
 
 
@@ -220,8 +220,7 @@ def exported_pipeline(task: str, output_dir: Path) -> Any:
 def exported_model(kind: Any, output_dir: Path) -> tuple[Any, Any]:
     """(the model that a run has exported, its tokenizer), for `--predict`. Raises UsageError if there is none."""
     folder = exported_folder(output_dir)
-    load = lambda: (kind.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder))  # noqa: E731
-    return _usable(folder, [kind], load)
+    return _usable(folder, [kind], lambda: (kind.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)))
 
 
 def _usable(folder: str, kinds: Iterable[Any], load: Callable[[], Any]) -> Any:

@@ -125,9 +125,7 @@ def _labels(table: Table, column: str, target: str) -> list[Any]:
     if any(isinstance(cell, list) for cell in table.values(column)):
         raise UsageError(f"--data {table.name}: column {column} has lists of classes: use --target classes{table.form}")
     labels = [*table.texts(column)]
-    for row, name in enumerate(labels, start=1):
-        if not (name and name.strip()):
-            raise UsageError(
-                f"--data {table.name}: row {row} has no class in column {column}: remove the row or fill it"
-            )
+    if empty := [row for row, name in enumerate(labels, start=1) if not (name and name.strip())]:
+        what = f"row {empty[0]} has no class in column {column}: remove the row or fill it"
+        raise UsageError(f"--data {table.name}: {what}")
     return labels

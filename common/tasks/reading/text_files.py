@@ -15,12 +15,10 @@ from ...data.facts import say
 from ...errors import UsageError, first_line
 from ...files import check_is_pulled
 
-# {what a file is that is no text, and what to do: its first bytes}
+# {what a file is, and what to do: its first bytes}
 OTHERS: Any = {
     "a workbook of Excel, or a zip archive: save it as CSV, or unpack it": (b"PK\3\4", b"\xd0\xcf\x11\xe0"),
     "a Parquet file: let its name end with .parquet": b"PAR1\x15",
-    "an Arrow file, or a database of SQLite: save a table as CSV": (b"ARROW1\0", b"SQLite format 3\0"),
-    "a PDF: save its text": b"%PDF-",
 }
 Place = Path | str  # a file of this machine, or the address of one on the Hub
 # {ending of a packed file's name: its first bytes}

@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy
 import torch
+import transformers
 from PIL import Image, ImageDraw
 from torch import Tensor
 from torch.utils.data import Dataset
+from transformers.utils import cached_file
 
 from ...errors import UsageError, first_line
 from ..models.pretrained import silent
@@ -37,8 +39,6 @@ class Preprocessing:
     @classmethod
     def of(cls, name_or_path: str) -> "Preprocessing":
         """The format of a pretrained model, from its settings. Raises UsageError if it has none."""
-        from transformers.utils import cached_file
-
         try:
             try:
                 content = json.loads(Path(str(cached_file(name_or_path, SETTINGS))).read_text())
@@ -47,7 +47,12 @@ class Preprocessing:
                 content = {"size": found["input_size"][-1], "image_mean": found["mean"], "image_std": found["std"]}
             size = content["crop_size"] if content.get("do_center_crop") else content["size"]
             sides = [*size.values()] if isinstance(size, dict) else [size]
-            return cls(int(min(sides)), tuple(content["image_mean"]), tuple(content["image_std"]))
+            mean, std = content["image_mean"], content["image_std"]
+            mean, std = (mean, std) if content.get("do_normalize", True) else ([0] * 3, [1] * 3)
+            scale = round(255 * content.get("rescale_factor", 1 / 255), 6) if content.get("do_rescale", True) else 255
+            if len(mean) != 3 or len(std) != 3 or 0 in std:
+                raise ValueError("expected three colours, with an image_std above 0")
+            return cls(int(min(sides)), *(tuple(value / scale for value in each) for each in (mean, std)))
         except (OSError, ValueError, KeyError, TypeError) as error:
             advice = f"no {SETTINGS} with size, image_mean and image_std there ({first_line(error)})"
             raise UsageError(f"--model_name_or_path {name_or_path}: {advice}") from None
@@ -56,8 +61,6 @@ class Preprocessing:
     def write(self, folder: Path, processor: str = "ViTImageProcessor") -> None:
         """Writes the settings for transformers' pipelines into the folder of an exported model: with the middle square
         of an image; or, for the `processor` of another task, with the whole image, squeezed into a square."""
-        import transformers
-
         sizes: dict[str, Any] = {"size": {"height": self.size, "width": self.size}, "do_pad": False}
         if processor == "ViTImageProcessor":
             sizes = {"size": {"shortest_edge": self.size}, "crop_size": self.size, "do_center_crop": True}
