@@ -53,7 +53,7 @@ def cache_folder(*facts: object) -> Path:
 
 def write_once(folder: Path, title: str, write: Callable[[Path], None]) -> None:
     """Prints a title and calls `write` with an empty folder, in the first process of each machine, unless an earlier
-    run did. The folder gets its name when it is complete. If the work is killed, it starts again."""
+    run did. The folder gets its name when it is complete."""
     with first_process_first():
         if folder.exists():
             return

@@ -168,7 +168,7 @@ def load_recordings(
     data: str, audio_column: str, target_column: str, clean: Callable[[str], str] | None = None
 ) -> tuple[Labelled, Labelled]:
     """(training recordings, evaluation recordings), whose labels are their texts, or the numbers of their classes. If
-    the source has one part, one in ten is held out. Raises UsageError for missing data or columns, or too few rows.
+    the source has one part, one in ten is held out. Raises UsageError for data that it cannot use.
 
     Args:
         data: a folder with metadata.csv or metadata.jsonl, or with a sub-folder for each class, perhaps below "train"

@@ -61,7 +61,7 @@ def load_labelled_texts(
 ) -> tuple[Labelled, Labelled]:
     """(training texts, evaluation texts), or pairs of texts (tuples), with their classes or numbers. Numbers have the
     one class "LABEL_0", as in transformers. If there is only one part, one text in five is held out. Raises UsageError
-    for missing data or columns, an empty part, a target that the column does not fit, or fewer than two classes.
+    for data that it cannot use.
 
     Args:
         data: "stdlib" (lines of Python's standard library; the class is the package); or what `load_tables` takes.

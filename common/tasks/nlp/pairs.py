@@ -73,7 +73,7 @@ def load_pairs(
     score_column: str | None = None,
 ) -> tuple[list[Pair], list[Pair]]:
     """(training pairs, evaluation pairs) of texts. If the source has only one part, one pair in ten is held out. Raises
-    UsageError for missing data, a missing column, a score that is not a number, or fewer than two pairs in a part.
+    UsageError for data that it cannot use.
 
     Args:
         data: "stdlib" (docstrings of Python's standard library, each with its function); or what `load_tables` takes.

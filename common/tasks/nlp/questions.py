@@ -132,7 +132,7 @@ def load_questions(
     data: str, context: str, question: str, answers: str, embedded: Callable[[], list[Question]]
 ) -> tuple[list[Question], list[Question]]:
     """(training questions, evaluation questions) with their texts and answers. If the source has only one part, one
-    text in ten is held out. Raises UsageError for missing data, a missing column, or an answer that is not in its text.
+    text in ten is held out. Raises UsageError for data that it cannot use.
 
     Args:
         data: "stdlib", for what `embedded` returns; or what `load_tables` takes: rows with the columns of `datasets`'

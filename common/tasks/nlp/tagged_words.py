@@ -105,8 +105,7 @@ def load_tagged_words(
     data: str, word_column: str, tag_column: str, embedded: Callable[[], list[Sentence]]
 ) -> tuple[Labelled, Labelled]:
     """(training sentences, evaluation sentences): lists of words, and a tuple with the number of each word's tag. If
-    the source has only one part, one in ten is held out. Raises UsageError for missing data or columns, a word without
-    a tag, or an empty part.
+    the source has only one part, one in ten is held out. Raises UsageError for data that it cannot use.
 
     Args:
         data: "stdlib", for what `embedded` gives; a CoNLL file, or a folder of such files; or what `load_tables` takes.

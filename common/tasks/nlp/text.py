@@ -89,9 +89,8 @@ def load_tokens(
     """(training set, evaluation set): blocks of a text. If the source has only one split, its last tenth is held out.
 
     Text of up to `MAX_BYTES_IN_MEMORY` is tokenised as a whole, in memory, at each start. Larger text is tokenised
-    once, in pieces, and the tokens stay in a file. A text file is cut at line ends, into pieces of 100 kB. A data set
-    is tokenised row by row, with a newline between rows. Raises UsageError for missing data, anything but text, or
-    less than a block.
+    once, in pieces, and the tokens stay in a file. Raises UsageError for missing data, anything but text, or less than
+    a block.
 
     Args:
         data: "stdlib" (the first megabyte of the source code of Python's standard library); a text file, or a

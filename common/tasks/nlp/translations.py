@@ -62,7 +62,7 @@ class Translations(ListDataset):
 
 def load_translations(data: str, source: str, target: str, embedded: Callable[[], Pairs]) -> tuple[Pairs, Pairs]:
     """(training pairs, evaluation pairs) of a text and its translation or summary. If the source has only one part, one
-    pair in ten is held out. Raises UsageError for missing data, a missing column, or fewer than two pairs.
+    pair in ten is held out. Raises UsageError for data that it cannot use.
 
     Args:
         data: "dates", for what `embedded` gives; or what `load_tables` takes.

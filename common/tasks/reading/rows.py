@@ -289,8 +289,8 @@ def _csv_rows(place: Place, text: TextIO) -> Iterator[Row]:
     each = ["\t"] if ending_of(place) == ".tsv" else SEPARATORS
     if named := EXCEL.fullmatch(first):
         each, first = [named[1]], next(lines_with_text, "")
-    if re.match(r"\s*(\{\s*\"|\[\s*\{|<[!?h])", first):
-        raise UsageError(f"{place} is JSON or a web page: let its name end with .jsonl, or copy it again")
+    if re.match(r'\s*({\s*"|\[\s*{|<[!?h])', first):
+        raise UsageError(f"{place} is no {ending_of(place)} but JSON or HTML")
     separator = next((one for one in each if len(next(csv.reader([first], delimiter=one), [])) > 1), each[0])
     if separator not in (",", "\t"):
         say(f"{place}: '{separator}' separates its columns")

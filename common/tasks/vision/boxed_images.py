@@ -23,7 +23,7 @@ from ..reading.text_files import local_path, open_text
 from .augmentation import VaryingFlags, variation
 from .cropped_images import Preprocessing, resize
 
-ADVICE = "use --data digits for the embedded images, or a folder with COCO's JSON or metadata.jsonl"
+ADVICE = "use --data digits for the embedded images, or a folder with COCO's JSON"
 CATEGORIES = "category", "categories", "category_id", "label"  # possible names of an object's class
 PADDING = -1  # in the place of a class
 CROWDS = {None: False, 0: False, 1: True, "0": False, "1": True}  # {what "iscrowd" may be: whether it is one}

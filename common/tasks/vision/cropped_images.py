@@ -51,7 +51,7 @@ class Preprocessing:
             mean, std = (mean, std) if content.get("do_normalize", True) else ([0] * 3, [1] * 3)
             scale = round(255 * content.get("rescale_factor", 1 / 255), 6) if content.get("do_rescale", True) else 255
             if len(mean) != 3 or len(std) != 3 or 0 in std:
-                raise ValueError("expected three colours, with an image_std above 0")
+                raise ValueError("expected three colours")
             return cls(int(min(sides)), *(tuple(value / scale for value in each) for each in (mean, std)))
         except (OSError, ValueError, KeyError, TypeError) as error:
             advice = f"no {SETTINGS} with size, image_mean and image_std there ({first_line(error)})"
