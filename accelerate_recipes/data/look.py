@@ -5,12 +5,12 @@ import io
 import itertools
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from accelerate_recipes.common.data.facts import data_lines
@@ -177,7 +177,9 @@ def _runs(
             continue  # padding at the end of a block
         for learns, run in itertools.groupby(range(len(ids)), key=trained.__getitem__):
             places = [*run]
-            runs.append((_decode(ids[places].tolist(), tokenizer), learns, start > 0 and places[0] == 0))
+            numbers = ids[places].tolist()
+            text = tokenizer.decode(numbers) if tokenizer else " ".join(map(str, numbers)) + " "
+            runs.append((_visible(text), learns, start > 0 and places[0] == 0))
     return runs
 
 
@@ -187,10 +189,6 @@ def _column(value: Any, tokens: Tensor, number: int, length: int) -> Tensor | No
         return None
     columns = value.view(len(value), -1)
     return columns[:length, min(number, columns.shape[1] - 1)]
-
-
-def _decode(ids: Iterable[int], tokenizer: Any) -> str:
-    return _visible(tokenizer.decode([*ids]) if tokenizer else " ".join(map(str, ids)) + " ")
 
 
 def _visible(text: str) -> str:
@@ -210,8 +208,7 @@ def _images(pixels: Tensor) -> dict[str, Any]:
 
 def _png(shades: Tensor) -> str:
     image = Image.fromarray(shades.permute(1, 2, 0).squeeze(-1).numpy())
-    factor = max(1, SMALL // max(image.size))
-    image = image.resize((factor * image.width, factor * image.height), Image.Resampling.NEAREST)
+    image = ImageOps.scale(image, max(1, SMALL // max(image.size)), Image.Resampling.NEAREST)
     image.thumbnail((LARGE, LARGE))
     file = io.BytesIO()
     image.save(file, "PNG")

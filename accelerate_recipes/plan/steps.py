@@ -43,7 +43,10 @@ class DryRun:
         """Measures what a process holds and does. DeepSpeed's own code does not run on such tensors: under DeepSpeed,
         measures the undivided model in one process, and adds what zero.py needs to know."""
         model, optimizer, plan = self.setup.model, self.setup.optimizer, self.setup.plan
-        layout, batches, zero = plan.layout, self._batches(), None
+        layout, zero = plan.layout, None
+        # The first micro-batches of this process, with their data; all others follow from these.
+        stream = batches(self.setup.train_set, plan.micro_batches(0), torch.device("cpu"), plan.config)
+        first = [next(stream) for _ in range(self._numbers[1])]
         number, dtype = layout.num_processes, None
         if "DeepSpeed" in layout.strategies:
             trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
@@ -57,13 +60,7 @@ class DryRun:
             with mode, tracker.track_freed_storages(), tracker:
                 make_fake(model, optimizer, dtype)
                 setup = replace(self.setup, accelerator=accelerator, plan=plan)
-                return replace(self._run_steps(setup, mode, tracker, batches), zero=zero)
-
-    def _batches(self) -> list[dict[str, Any]]:
-        """The first micro-batches of this process, with their data; all others follow from these."""
-        plan = self.setup.plan
-        stream = batches(self.setup.train_set, plan.micro_batches(0), torch.device("cpu"), plan.config)
-        return [next(stream) for _ in range(self._numbers[1])]
+                return replace(self._run_steps(setup, mode, tracker, first), zero=zero)
 
     @property
     def _numbers(self) -> tuple[int, int]:

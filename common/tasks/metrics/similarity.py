@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 
+import numpy
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -63,8 +64,9 @@ def retrieval(examples: Examples) -> Metrics:
     The documents of all pairs of a query are right. Where documents are equally near, recall uses the average over
     random orders, and for the other metrics the wrong ones come first. NaN is never near."""
     vectors, texts = candidates(examples)
-    queries, query_of = _distinct(examples["text_ids"][:, 0])
-    documents, document_of = _distinct(texts)
+    # Where each id first occurs, and for each place the number of its id.
+    found = [numpy.unique(ids, return_index=True, return_inverse=True) for ids in (examples["text_ids"][:, 0], texts)]
+    (queries, query_of), (documents, document_of) = (map(torch.from_numpy, each[1:]) for each in found)
     is_right = torch.stack([query_of, document_of[: len(query_of)]]).unique(dim=1)
     parts = []
     for rows in torch.arange(len(queries)).split(QUERIES_AT_ONCE):
@@ -74,13 +76,6 @@ def retrieval(examples: Examples) -> Metrics:
         right[query - rows[0], document] = True
         parts.append(_measures(scores, right))
     return {name: float(torch.cat([part[name] for part in parts]).mean()) for name in parts[0]}
-
-
-def _distinct(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """(where each id first occurs, for each place the number of its id)"""
-    found, numbers = ids.unique(return_inverse=True)
-    places = torch.arange(len(ids))
-    return places.new_zeros(len(found)).scatter_reduce(0, numbers, places, "amin", include_self=False), numbers
 
 
 def _measures(scores: Tensor, right: Tensor) -> dict[str, Tensor]:
