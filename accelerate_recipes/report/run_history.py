@@ -38,46 +38,16 @@ class Run:
     name: str  # unique among the runs of a report
     folder: Path  # the output folder, as the user typed it
     card: dict[str, Any]  # the run card; empty if there is none
+    config: dict[str, Any]  # the flags of the run
     records: list[dict[str, Any]]  # sorted by step; all values except "step" are finite numbers or None
     num_damaged: int  # lines that are not records
     changed: float  # when the records last changed, in seconds since 1970
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The flags of the run."""
-        config = self.card.get("config")
-        return config if isinstance(config, dict) else {}
-
-    @property
-    def batch_size(self) -> int | None:
-        """Samples per optimizer step."""
-        return _count(self.config.get("batch_size")) or None
-
-    @property
-    def last_step(self) -> int:
-        """The step of the last record; 0 without records."""
-        return self.records[-1]["step"] if self.records else 0
-
-    @property
-    def status(self) -> str:
-        """How the run ended, from the run card."""
-        return str(self.card.get("status", "unknown: no run.json"))
-
-    @property
-    def planned_steps(self) -> int | None:
-        """The optimizer steps of the whole run."""
-        return _count(self.card.get("num_steps"))
-
-    @property
-    def wall_seconds(self) -> float | None:
-        """The time that the last attempt took; None until it ends."""
-        seconds = self.card.get("wall_seconds")
-        return _finite(seconds) if self.status != "running" and _is_number(seconds) else None
-
-    @property
-    def attempt(self) -> int:
-        """The number of the last attempt, counted from 1."""
-        return max(1, _count(self.card.get("attempt")) or 1)
+    status: str  # how the run ended, from the run card
+    attempt: int  # the number of the last attempt, counted from 1
+    batch_size: int | None  # samples per optimizer step
+    last_step: int  # of the last record; 0 without records
+    planned_steps: int | None  # the optimizer steps of the whole run
+    wall_seconds: float | None  # the time that the last attempt took; None until it ends
 
     @cached_property
     def metrics(self) -> list[str]:
@@ -210,7 +180,24 @@ def _read(folder: Path, name: str) -> Run:
     if lines and records[-1] is None and not content.endswith(b"\n"):
         records.pop()  # the run is writing this line
     valid = sorted((record for record in records if record is not None), key=lambda record: record["step"])
-    return Run(name, folder, read_card(folder), valid, len(records) - len(valid), changed)
+    card = read_card(folder)
+    status, seconds = str(card.get("status", "unknown: no run.json")), card.get("wall_seconds")
+    config = given if isinstance(given := card.get("config"), dict) else {}
+    return Run(
+        name=name,
+        folder=folder,
+        card=card,
+        config=config,
+        records=valid,
+        num_damaged=len(records) - len(valid),
+        changed=changed,
+        status=status,
+        attempt=max(1, _count(card.get("attempt")) or 1),
+        batch_size=_count(config.get("batch_size")) or None,
+        last_step=valid[-1]["step"] if valid else 0,
+        planned_steps=_count(card.get("num_steps")),
+        wall_seconds=_finite(seconds) if status != "running" and _is_number(seconds) else None,
+    )
 
 
 def _record(line: bytes) -> dict[str, Any] | None:

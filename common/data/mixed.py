@@ -120,13 +120,8 @@ def without_sources(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def of_sources(means: Mapping[str, float]) -> dict[str, float]:
     """Turns each source's means over all samples into means over its own samples; leaves out sources without any."""
-    found = dict(means)
+    found: dict[str, float] = {}
     for name, value in means.items():
-        share = means.get(_share_of(name)) if OF in name else None
-        if share is None:
-            continue
-        if not share:
-            del found[name]
-        elif name != _share_of(name):
-            found[name] = value / share
+        if share := means.get(_share_of(name), 1.0) if OF in name else 1.0:
+            found[name] = value if name == _share_of(name) else value / share
     return found
