@@ -71,9 +71,7 @@ def _installed() -> Distribution:
     try:
         installed = distribution(NAME)
     except PackageNotFoundError:
-        raise UsageError(
-            f"{NAME} is not installed, but a new project needs it: run pip install -e . in its checkout"
-        ) from None
+        raise UsageError(f"{NAME} is not installed: run pip install -e . in its checkout") from None
     if installed.version.partition("+")[0] != bundle.VERSION:
         what = f"its files are from version {bundle.VERSION}: run pip install -e . in its checkout again"
         raise UsageError(f"{NAME} {installed.version} is installed, but {what}")

@@ -26,15 +26,9 @@ DISTRIBUTIONS = {"sklearn": "scikit-learn"}  # where names differ
 def make(
     recipe: Annotated[str, typer.Argument(help="name of a recipe, such as mnist")],
     folder: Annotated[Path, typer.Argument(help="the folder to make; it must be empty or absent")],
-    config: Annotated[
-        list[str] | None, typer.Option(help="config to include, by name or path; repeatable (default: ddp)")
-    ] = None,
-    own_loop: Annotated[
-        bool, typer.Option("--own_loop", help="also write the loop as loop.py, so that you can change it")
-    ] = False,
-    single_file: Annotated[
-        bool, typer.Option("--single_file", help="write one script that needs Accelerate, but not this package")
-    ] = False,
+    config: Annotated[list[str] | None, typer.Option(help="config by name or path; repeatable (default: ddp)")] = None,
+    own_loop: Annotated[bool, typer.Option("--own_loop", help="also write the loop, as loop.py")] = False,
+    single_file: Annotated[bool, typer.Option("--single_file", help="one script, without this package")] = False,
     vendor: Annotated[bool, typer.Option("--vendor", help="also copy the package, so that you can change it")] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -18,19 +18,13 @@ from accelerate_recipes.paths import check_file, check_number, is_path
 def plan(
     recipe: Annotated[Path, typer.Argument(help="a recipe")],
     flags: Flags = None,
-    config: Annotated[
-        list[str] | None, typer.Option(help="config by name or path; repeatable (default: a table of all configs)")
-    ] = None,
+    config: Annotated[list[str] | None, typer.Option(help="config by name or path; repeatable (default: all)")] = None,
     num_processes: Annotated[
         int | None,
-        typer.Option("--num_processes", help="GPUs on all machines (default: the config's)", min=1, max=MOST_PROCESSES),
+        typer.Option("--num_processes", help="GPUs in total (default: the config's)", min=1, max=MOST_PROCESSES),
     ] = None,
-    num_machines: Annotated[
-        int | None, typer.Option("--num_machines", help="machines (default: the config's)", min=1)
-    ] = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="KEY=VALUE for the config, such as mixed_precision=bf16")
-    ] = None,
+    num_machines: Annotated[int | None, typer.Option("--num_machines", help="default: the config's", min=1)] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE, such as mixed_precision=bf16")] = None,
     gpu: Annotated[str, typer.Option(help="a name in hardware.json: h100, h200, a100, ...")] = "h100",
     memory: Annotated[float | None, typer.Option(help="memory per GPU in GB (default: the GPU's)")] = None,
     hardware: Annotated[Path | None, typer.Option(help="JSON file with the rates of your machines")] = None,

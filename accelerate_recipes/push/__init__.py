@@ -57,9 +57,7 @@ def check_name(name: str) -> None:
     try:
         validate_repo_id(name)
     except HFValidationError:
-        raise UsageError(
-            f"{name}: not the name of a repository: use your_name/model, with letters, digits, - _ and ."
-        ) from None
+        raise UsageError(f"{name} is not a repository name: use your_name/model (letters, digits, - _ .)") from None
     if is_offline_mode():
         raise UsageError("HF_HUB_OFFLINE forbids an upload: unset the variable")
     if get_token() is None:

@@ -13,31 +13,17 @@ from accelerate_recipes.paths import check_file, check_folder, check_new_file
 def verify(
     script: Annotated[Path, typer.Argument(help="a recipe")],
     flags: Flags = None,
-    steps: Annotated[
-        int | None, typer.Option(help="optimizer steps of each run (default: 20)", min=4, max=10_000)
-    ] = None,
-    config: Annotated[
-        list[str] | None, typer.Option(help="config by name or path; repeatable (default: all that this machine runs)")
-    ] = None,
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="folder of a checkpoint: only check the next steps of its run, under its config")
-    ] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="folder for certificate.json and certificate.md (default: verified/<script>)")
-    ] = None,
-    accelerate: Annotated[
-        bool, typer.Option("--accelerate", help="run an Accelerate script that does not use these recipes, unchanged")
-    ] = False,
+    steps: Annotated[int | None, typer.Option(help="optimizer steps (default: 20)", min=4, max=10_000)] = None,
+    config: Annotated[list[str] | None, typer.Option(help="config by name or path; repeatable (default: all)")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="check only the next steps of this checkpoint")] = None,
+    output: Annotated[Path | None, typer.Option(help="folder of the certificate (default: verified/<script>)")] = None,
+    accelerate: Annotated[bool, typer.Option("--accelerate", help="run your own Accelerate script, unchanged")] = False,
     split_batches: Annotated[
         bool,
-        typer.Option("--split_batches", help="with --accelerate: split each batch over processes, in a seeded order"),
+        typer.Option("--split_batches", help="with --accelerate: split each batch, in a seeded order"),
     ] = False,
-    record: Annotated[
-        Path | None, typer.Option(help="only write the first steps of one process to this file, to compare later")
-    ] = None,
-    against: Annotated[
-        Path | None, typer.Option(help="only compare one process with this record or certificate.json")
-    ] = None,
+    record: Annotated[Path | None, typer.Option(help="only record the first steps of one process here")] = None,
+    against: Annotated[Path | None, typer.Option(help="compare one process with this record or certificate")] = None,
     as_json: AsJson = False,
 ) -> int:
     """Check that a recipe gives the same result under every config; if not, name the likely cause.

@@ -119,6 +119,4 @@ def _read(certificate: Path) -> tuple[dict[str, Any], Trace]:
         then["flags"], then["records"][0]["step"]
         return content, Trace.of_record(then)
     except (ValueError, LookupError, TypeError, RecursionError):
-        raise UsageError(
-            f"--against {certificate} has no losses: record it again with accelerate-recipes verify --record"
-        ) from None
+        raise UsageError(f"--against {certificate} has no losses: run accelerate-recipes verify --record") from None

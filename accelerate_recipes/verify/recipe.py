@@ -45,13 +45,11 @@ class _Verification:
         configs = [*{path.stem: path for path in configs if path.stem != "single"}.values()]
         self.certificate.begin([path.stem for path in configs])
         single = Launch(self.certificate.script, find_config("single"), self.all_flags())
-        self.reference = reference = single.run(self.scratch / "single")
-        if not reference.is_done:
-            raise UsageError(
-                f"{self.certificate.script} fails on one process: {reference.refusal or reference.failure}"
-            )
-        self.certificate.add(Row("single", reference.card["num_processes"], note="the reference"))
-        if draws := reference.card.get("draws"):
+        self.reference = run = single.run(self.scratch / "single")
+        if not run.is_done:
+            raise UsageError(f"{self.certificate.script} fails on one process: {run.refusal or run.failure}")
+        self.certificate.add(Row("single", run.card["num_processes"], note="the reference"))
+        if draws := run.card.get("draws"):
             single = self._with_one_micro_batch_size(single, configs)
         else:
             for parts in (2, 8):

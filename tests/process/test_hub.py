@@ -126,9 +126,9 @@ def test_folder_without_a_finished_run_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "offline", "token", "expected"),
     [
-        ("a/b/c", False, "x", "a/b/c: not the name of a repository: use your_name/model"),
-        ("me/-model", False, "x", "me/-model: not the name of a repository"),
-        ("", False, "x", ": not the name of a repository"),
+        ("a/b/c", False, "x", "a/b/c is not a repository name: use your_name/model"),
+        ("me/-model", False, "x", "me/-model is not a repository name"),
+        ("", False, "x", " is not a repository name"),
         ("me/model", True, "x", "HF_HUB_OFFLINE forbids an upload: unset the variable"),
         ("me/model", False, "", "needs a login on this machine: run hf auth login, or set HF_TOKEN"),
     ],
