@@ -115,7 +115,7 @@ def test_an_expert_that_gets_no_token(tmp_path: Path) -> None:
         (
             "ddp",
             *RECIPES["transformer"],
-            "--router_loss: LlamaForCausalLM has no routers that choose by probability alone",
+            "--router_loss: no router of LlamaForCausalLM chooses by probability alone",
         ),
         ("sequence_parallel", SCRIPT, f"{ARGUMENTS} --router_loss 0.2", "MixtralForCausalLM cannot divide sequences"),
         (CONFIG, *RECIPES["mnist cnn"], "ConvNet has no experts of transformers 5 to divide: remove --expert_parallel"),

@@ -65,7 +65,7 @@ def test_max_samples(tmp_path: Path, sentences: Path) -> None:
 
 def test_no_hub(tmp_path: Path) -> None:
     run = fork(tmp_path / "run", "single", TRANSFORMER, "--data some/set --max_samples 5", succeeds=False)
-    assert "--data some/set: no such folder, and loading from the Hub failed" in refused(run)
+    assert "--data some/set: no such folder; loading from the Hub failed" in refused(run)
 
 
 def test_images_that_would_fill_the_memory_are_refused(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ SCRIPT, ARGUMENTS = RECIPES["transformer"]
 REFUSED = {
     "5 heads": "LlamaForCausalLM has 5 attention heads, which {} processes cannot share: use sp_size 5 in",
     "eager": "attention eager cannot divide sequences: use --attention sdpa",
-    "mamba": "MambaForCausalLM has its own attention, which cannot divide sequences: use --config_file",
-    "bloom": "BloomForCausalLM has its own attention, which cannot divide sequences: use --config_file",
+    "mamba": "MambaForCausalLM's attention cannot divide sequences: use --config_file",
+    "bloom": "BloomForCausalLM's attention cannot divide sequences: use --config_file",
 }
 
 

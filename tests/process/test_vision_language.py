@@ -117,7 +117,7 @@ def test_broken_images_of_a_column_of_images_are_named(tmp_path: Path) -> None:
     table.to_parquet(tmp_path / "chats.parquet")
     flags = f"{RECIPES['vision language'][1]} --data {tmp_path / 'chats.parquet'}"
     for more, line in (
-        ("", "has no column images: use --images_column with one of image"),
+        ("", "has no column images: use --images_column image"),
         (" --images_column image", "conversation 1: an image cannot be read (not an image that Pillow knows"),
     ):
         run = fork(tmp_path / "run", "single", VISION_LANGUAGE, flags + more, succeeds=False)

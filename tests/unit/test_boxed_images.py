@@ -189,7 +189,10 @@ def test_images_of_all_kinds(tmp_path: Path, mode: str) -> None:
 
 
 BAD: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "a missing image": (lambda it: it["images"][2].update(file_name="x.png"), "names the image x.png: no such file"),
+    "a missing image": (
+        lambda it: it["images"][2].update(file_name="x.png"),
+        "no image x.png next to the table, in images or in",
+    ),
     "strings": (lambda it: it["annotations"][1].update(bbox=["1", "2", "3", "4"]), "0.png: an object is .*'1', '2'"),
     "a string": (lambda it: it["annotations"][1].update(bbox="1234"), "expected a bbox of left, top, width and height"),
     "three numbers": (lambda it: it["annotations"][1].update(bbox=[1, 2, 3]), "expected a bbox of left, top, width"),
@@ -294,7 +297,7 @@ def test_objects_as_lists_of_different_lengths(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"metadata.jsonl has no column file_name: name the file of each image there"):
         load(tmp_path)
     (tmp_path / "metadata.jsonl").write_text(json.dumps({"file_name": "x.png", "objects": found[0]}))
-    with pytest.raises(UsageError, match=r"names the image x.png: no such file"):
+    with pytest.raises(UsageError, match=r"no image x.png next to the table, in images or in"):
         load(tmp_path)
 
 

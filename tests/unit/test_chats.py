@@ -64,9 +64,7 @@ def test_messages_of_weight_0_are_context() -> None:
     half = len(plain["tokens"]) // 2
     assert some["tokens"] == plain["tokens"] and not any(some["trained"][:half])
     assert some["trained"][half:] == plain["trained"][half:] and some["num_trained"] == plain["num_trained"] / 2
-    with pytest.raises(
-        UsageError, match=r"message 2 .assistant. has the weight 0\.5: expected 1, or 0 for a message that is"
-    ):
+    with pytest.raises(UsageError, match=r"message 2 .assistant. has the weight 0\.5: expected 1 .trained. or 0 .not"):
         chats([QUESTION, ANSWER | {"weight": 0.5}])
 
 
@@ -332,13 +330,9 @@ def test_what_was_thought_is_given_to_the_template() -> None:
     for key in ("reasoning_content", "thinking"):
         row = encode([QUESTION, {**ANSWER, key: "Hm."}], tokenizer, 1000)
         assert trained_text(row) == "Hm.</think>Because.|"
-    with pytest.raises(
-        UsageError, match="asks for an answer with '<think>', but an answer in the data begins differently"
-    ):
+    with pytest.raises(UsageError, match="begins an answer with '<think>', an answer in the data does not"):
         encode([QUESTION, ANSWER], tokenizer, 1000)
-    with pytest.raises(
-        UsageError, match="asks for an answer with '<think>', but an answer in the data begins differently"
-    ):
+    with pytest.raises(UsageError, match="begins an answer with '<think>', an answer in the data does not"):
         encode([QUESTION, thought, QUESTION, ANSWER], tokenizer, 1000)
     chat = Conversation([QUESTION, ANSWER], options={"no_think": True})
     assert trained_text(encode(chat, tokenizer, 1000)) == "Because.|"
@@ -538,5 +532,5 @@ def test_mark_of_several_tokens_ends_no_answer_at_its_first(capsys: pytest.Captu
         with_chat_template(tokenizer, model)
         found = model.generation_config.eos_token_id
         assert (found if isinstance(ends, list) else found[0]) == ends
-    line = "ends an answer with '</answer>', which is not one token: generation does not stop there"
+    line = "ends answers with '</answer>', not one token: generation does not stop there"
     assert capsys.readouterr().out.count(line) == 1

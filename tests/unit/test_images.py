@@ -129,7 +129,7 @@ def test_parquet_files_with_the_bytes_of_images(tmp_path: Path, monkeypatch: pyt
         images.append(buffer.getvalue())
     table = {"image": images, "label": [0, 1, None, 1]}
     parquet.write_table(pyarrow.table(table), tmp_path / "some.parquet")
-    line = "row 3 has no class in column label: remove the row or fill it"
+    line = "row 3 has no class in column label: fill or remove it"
     with pytest.raises(UsageError, match=line):
         load_image_splits(str(tmp_path / "some.parquet"), "")
     parquet.write_table(pyarrow.table(table | {"label": [0, 1, 1, 0]}), tmp_path / "some.parquet")

@@ -60,7 +60,7 @@ def test_files(tmp_path: Path) -> None:
             "8 training and 1 evaluation texts of 1 classes: expected both, and two or more",
         ),
         (["text,label", "a,b", "c,d"], "expected two or more, even without the evaluation's 1 of 2: add texts, or"),
-        (["text,label", "a,b", "c,"], "row 2 has no class in column label: remove the row or fill it"),
+        (["text,label", "a,b", "c,"], "row 2 has no class in column label: fill or remove it"),
     ],
 )
 def test_broken_files(tmp_path: Path, rows: list[str], line: str) -> None:

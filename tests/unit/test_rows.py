@@ -187,7 +187,7 @@ BROKEN = [
         b'text,label\n"quoted" word,1\n',
         "line 2: ',' expected after '\"': put text that contains quotes in quotes",
     ),
-    ("a.csv", b"text,text\nfoo,1\n", "several columns of the name text"),
+    ("a.csv", b"text,text\nfoo,1\n", "several columns called text"),
     ("a.csv", b"text,label\ncaf\xe9,1\n", "is not text in UTF-8 (invalid continuation byte at byte 14): convert it"),
     (
         "a.csv",

@@ -294,7 +294,7 @@ def test_images_of_a_part_without_classes(tmp_path: Path) -> None:
         Dataset.from_dict(rows, features=features).to_parquet(str(tmp_path / f"{name}.parquet"))
     assert [part.labels for part in load_image_splits(str(tmp_path), "")] == [[0, 1], [1]]
     (tmp_path / "test.parquet").rename(tmp_path / "train.parquet")
-    with pytest.raises(UsageError, match="train: row 1 has no class in column label: remove the row or fill it"):
+    with pytest.raises(UsageError, match="train: row 1 has no class in column label: fill or remove it"):
         load_image_splits(str(tmp_path), "")
 
 

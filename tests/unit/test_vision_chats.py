@@ -224,7 +224,7 @@ def test_messages_that_cannot_be_used(content: Any, given: list[Any], line: str)
     ("answer", "line"),
     [
         ({"content": None}, "message 2 (assistant) has no content"),
-        ({"content": "Red.", "weight": 0.5}, "message 2 (assistant) has the weight 0.5: expected 1, or 0"),
+        ({"content": "Red.", "weight": 0.5}, "message 2 (assistant) has the weight 0.5: expected 1 (trained) or 0"),
     ],
 )
 def test_answers_that_cannot_be_used(answer: dict[str, Any], line: str) -> None:

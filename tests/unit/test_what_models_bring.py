@@ -280,7 +280,7 @@ def test_weights_of_other_names_are_no_model(tmp_path: Path, read: Any, prefix: 
     weights = load_file(tmp_path / "model.safetensors")
     renamed = {prefix + name: weight for name, weight in weights.items()}
     save_file(renamed, tmp_path / "model.safetensors", {"format": "pt"})
-    line = rf"lacks \d+ of the weights of \w+, such as .*, but has {prefix}.*: use the path of a complete [\w ]+"
+    line = rf"lacks \d+ of the weights of \w+, such as .*, but has {prefix}.*: use a complete [\w ]+"
     with pytest.raises(UsageError, match=line + ("; save the model that DDP" if "m" in prefix else "")):
         read(tmp_path)
 

@@ -63,16 +63,14 @@ class Recordings(Dataset):
             return {name: values} | self._to_write(label, recording.name)
         count = getattr(self.model, "_get_subsampling_output_length", int)  # of Parakeet and others that read features
         count = getattr(self.model, "_get_feat_extract_output_lengths", count)
-        frames, needed, target = int(count(torch.tensor(len(values)))), 1, {"label": label}
+        frames, needed, target = max(0, int(count(torch.tensor(len(values))))), 1, {"label": label}
         if self.tokenizer is not None:
             tokens = torch.tensor(self.tokenizer(label).input_ids)
             needed = len(tokens) + int((tokens[1:] == tokens[:-1]).sum())  # a blank is between equal tokens
             target = {"text": tokens}
         if frames < needed:
-            raise UsageError(
-                f"{recording.name} is {len(wave) / rate:.2f} s long, {max(0, frames)} frames for the model, but its "
-                f"text or class needs {needed}: correct the text or remove the recording"
-            )
+            what = f"{len(wave) / rate:.2f} s long, {frames} frames, but its text or class needs {needed}"
+            raise UsageError(f"{recording.name} is {what}: correct the text or remove the recording")
         return {name: values, "frames": frames} | target
 
     def _to_write(self, text: str, name: str) -> dict[str, Any]:
@@ -103,9 +101,7 @@ def check_padding(model: Any, extractor: Any) -> None:
     with with_full_weights(model.eval()):
         alone, both = (model(**collate([{name: each} for each in batch])).logits for batch in ([short], [short, long]))
     if not torch.allclose(alone[0], both[0, : alone.shape[1]], 1e-3, 1e-5):
-        raise UsageError(
-            f"{type(model).__name__}: padding changes its result: use --micro_batch_size 1, or another model"
-        )
+        raise UsageError(f"padding changes the result of {type(model).__name__}: use another, or --micro_batch_size 1")
 
 
 def wave_for(extractor: Any, recording: Recording) -> Any:

@@ -103,9 +103,7 @@ def _end_answers(tokenizer: Any, model: PreTrainedModel) -> None:
         model.config.eos_token_id = model.generation_config.eos_token_id = list(dict.fromkeys(ends + known))
     model.ends_otherwise = not {*ends} <= {*known}
     if mark and not ends:
-        print_once(
-            f"the chat template ends an answer with {after!r}, which is not one token: generation does not stop there"
-        )
+        print_once(f"the chat template ends answers with {after!r}, not one token: generation does not stop there")
 
 
 def write_merged(config: ChatFlags, tokenizer: Any, kind: Any) -> None:

@@ -102,10 +102,8 @@ class Chats:
         lengths, num_trained = self.lengths, sum(self.num_trained)
         num_tokens = sum(min(length, max_length) for length in lengths)
         num_cut = sum(length > max_length for length in lengths)
-        return (
-            f"{100 * num_trained / num_tokens:.0f} % of tokens trained; longest {max(lengths):,}; {num_cut:,} of "
-            f"{len(self):,} too long (cut)"
-        )
+        trained = f"{100 * num_trained / num_tokens:.0f} % of tokens trained"
+        return f"{trained}; longest {max(lengths):,}; {num_cut:,} of {len(self):,} too long (cut)"
 
 
 # A `collate_fn` for conversations and for pairs of answers.

@@ -13,10 +13,7 @@ Messages = list[dict[str, Any]]  # [{"role": "user" or "assistant" or ..., "cont
 SPEAKERS = {"human": "user", "gpt": "assistant"}  # of ShareGPT's form; others have their usual names
 USUAL = ("system", "developer", "user", "assistant", "tool")
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # the model's reasoning; templates read one of the first two
-CHANGES = (
-    "the chat template changes earlier turns when a turn follows, so the tokens to train on are unknown: give the "
-    "tokenizer another chat_template, or its last answer as column completion and the turns before as column prompt"
-)
+CHANGES = "the chat template changes earlier turns: use another, or the columns prompt and completion (the last answer)"
 OF_ROLE = "messages of the role "
 EXPECTED = 'expected a list of messages such as {"role": "user", "content": "Why?"}'
 
@@ -114,9 +111,7 @@ def check_messages(messages: Messages) -> Messages:
         if not isinstance(content, str | list | None):
             raise UsageError(f"the content of {where} is of the type {type(content).__name__}: expected a text")
         if message.get("weight", 1) not in (0, 1):
-            raise UsageError(
-                f"{where} has the weight {message['weight']!r}: expected 1, or 0 for a message that is not trained"
-            )
+            raise UsageError(f"{where} has the weight {message['weight']!r}: expected 1 (trained) or 0 (not trained)")
         calls = message.get("tool_calls", [])
         if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
             raise UsageError(f"the tool_calls of {where} are not a list of dicts")
@@ -302,9 +297,8 @@ def _say_why(earlier: str, asking: str, after: str) -> NoReturn:
     if (shared := num_shared(asking, after)) < num_shared(earlier, asking):
         raise UsageError(CHANGES)
     raise UsageError(
-        f"the chat template asks for an answer with {asking[shared:]!r}, but an answer in the data begins differently: "
-        'give it reasoning_content, or the data a column chat_template_kwargs such as {"enable_thinking": false}, or '
-        "the tokenizer another chat_template"
+        f"the chat template begins an answer with {asking[shared:]!r}, an answer in the data does not: add its "
+        'reasoning_content, a column chat_template_kwargs ({"enable_thinking": false}), or use another chat_template'
     )
 
 

@@ -156,9 +156,7 @@ class VisionEncoder:
         expected = self._process(texts, images, padding=True, padding_side="right")
         for name, value in own.items():
             if not torch.equal(expected[name], value if name in self.of_rows else value[:2]):
-                raise UsageError(
-                    f"{type(self.processor).__name__} pads {name} in its own way: use a model with another processor"
-                )
+                raise UsageError(f"{type(self.processor).__name__} pads {name} in its own way: use another model")
 
 
 def _of_one_size(values: list[Tensor]) -> list[Tensor]:
@@ -205,7 +203,5 @@ class VisionDataset(Dataset):
         lengths = [len(sample["tokens"]) for sample in samples]
         num_trained = sum(sample["weight"] for sample in samples)
         num_full = sum(length == self.encoder.max_length for length in lengths)
-        return (
-            f"first {len(samples)} conversations: {100 * num_trained / sum(lengths):.0f} % of tokens trained; longest "
-            f"{max(lengths):,}; {num_full:,} of --max_length or more (cut)"
-        )
+        trained = f"{100 * num_trained / sum(lengths):.0f} % of tokens trained; longest {max(lengths):,}"
+        return f"first {len(samples)} conversations: {trained}; {num_full:,} of --max_length or more (cut)"

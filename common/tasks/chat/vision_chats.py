@@ -101,9 +101,7 @@ class _Rows:
         table.check_columns({"--messages_column": messages})
         if images not in table.column_names:
             if of_images := [name for name, kind in table.kinds.items() if holds_images(kind)]:
-                raise UsageError(
-                    f"--data {data} has no column {images}: use --images_column with one of {', '.join(of_images)}"
-                )
+                raise UsageError(f"--data {data} has no column {images}: use --images_column {' or '.join(of_images)}")
             say(f"--data {data} has no column {images}: the run uses the images in parts of its messages")
         table.say_unread(messages, images)
 

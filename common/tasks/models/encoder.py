@@ -89,18 +89,14 @@ def load_encoder(kind: Any, name_or_path: str, max_length: int, **options: Any) 
         options["num_labels"] = 2
     model, tokenizer, _ = load(kind, name_or_path, "encoder" + "-decoder" * ("Seq2Seq" in kind.__name__), **options)
     if tokenizer.pad_token_id is None:
-        raise UsageError(
-            f"--model_name_or_path {name_or_path}: its tokenizer has no padding token: use the path of an encoder"
-        )
+        raise UsageError(f"--model_name_or_path {name_or_path} has no padding token: use an encoder")
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     # RoBERTa has two more positions than it takes tokens; its tokenizer has the right number. XLNet has -1.
     limits = (getattr(model.config, "max_position_embeddings", None), tokenizer.model_max_length)
-    longest = min((limit for limit in limits if limit and limit > 0), default=max_length)
-    if max_length > longest:
-        raise UsageError(
-            f"--max_length {max_length} exceeds the model's {longest} positions: use --max_length {longest}"
-        )
+    most = min((limit for limit in limits if limit and limit > 0), default=max_length)
+    if max_length > most:
+        raise UsageError(f"--max_length {max_length} exceeds the model's {most} positions: use --max_length {most}")
     tokens = torch.tensor([tokenizer("a a")["input_ids"]])
     target = {"decoder_input_ids": tokens} if model.config.is_encoder_decoder and model.can_generate() else {}
     freeze_unused(model, input_ids=tokens, **target)

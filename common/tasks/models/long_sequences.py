@@ -43,8 +43,7 @@ class LongSequences:
         takes = inspect.signature(type(self.model).forward).parameters
         if not self.model._supports_attention_backend or "position_ids" not in takes:
             raise UsageError(
-                f"{name} has its own attention, which cannot divide sequences",
-                "use --config_file accelerate_configs/fsdp2.yaml",
+                f"{name}'s attention cannot divide sequences", "use --config_file accelerate_configs/fsdp2.yaml"
             )
         if config._attn_implementation not in AttentionInterface():
             raise UsageError(f"attention {config._attn_implementation} cannot divide sequences", "use --attention sdpa")

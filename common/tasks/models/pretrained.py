@@ -144,9 +144,7 @@ def lacking(name_or_path: str, model: Any, names: list[str], expected: str, othe
     other = min(others, default="")
     advice = "; save the model that DDP or torch.compile wraps" * other.startswith(("module.", "_orig_mod."))
     what = f"{len(names)} of the weights of {type(model).__name__}, such as {names[0]}{other and f', but has {other}'}"
-    return UsageError(
-        f"--model_name_or_path {name_or_path} lacks {what}: use the path of a complete {expected}{advice}"
-    )
+    return UsageError(f"--model_name_or_path {name_or_path} lacks {what}: use a complete {expected}{advice}")
 
 
 def _layers_left_out(model: PreTrainedModel, names: Iterable[str]) -> list[str]:

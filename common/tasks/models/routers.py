@@ -14,9 +14,7 @@ def experts_per_token(model: PreTrainedModel) -> int:
     number: int = getattr(model.config.get_text_config(), "num_experts_per_tok", 0)
     others = [name for name, _ in model.named_buffers() if name.endswith("correction_bias")]  # not only by probability
     if number == 0 or others or "router_logits" not in (model._can_record_outputs or {}):
-        raise UsageError(
-            f"--router_loss: {type(model).__name__} has no routers that choose by probability alone: remove it"
-        )
+        raise UsageError(f"--router_loss: no router of {type(model).__name__} chooses by probability alone: remove it")
     return number
 
 

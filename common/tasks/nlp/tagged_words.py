@@ -19,9 +19,7 @@ from ..reading.sources import TABLES, divide, files_of_folder, load_tables, walk
 from ..reading.text_files import Place, ending_of, local_path, open_text
 
 CONLL = dict.fromkeys((".conll", ".conllu", ".bio", ".iob", ".iob2", ".txt", ".tsv"), "CoNLL")
-ADVICE = (
-    f"use --data stdlib, or the path of a .jsonl or .parquet file, or of one with a word per line: {', '.join(CONLL)}"
-)
+ADVICE = f"use --data stdlib, a .jsonl or .parquet file, or one with a word per line: {', '.join(CONLL)}"
 COMMENT = re.compile(r"# ?(id\s|[\w.]+ ?=)")  # such as "# sent_id = 12", before a sentence
 MARK = re.compile("[BILUES]-.")  # of a tag: where in an entity the word is
 

@@ -152,9 +152,7 @@ def _of_table(data: str, table: Table) -> Labelled:
     kind = getattr(table.kinds[label], "feature", table.kinds[label])  # of each in a list
     names = [*table.read(label, partial(names_in, kind=kind))]
     if empty := [row for row, name in enumerate(names, start=1) if {None, ""} & {*flatten([name])}]:
-        raise UsageError(
-            f"--data {table.name}: row {empty[0]} has no class in column {label}: remove the row or fill it"
-        )
+        raise UsageError(f"--data {table.name}: row {empty[0]} has no class in column {label}: fill or remove it")
     return Labelled.of_names(ImageFiles(data, files_in(data, table, images[0])), names, getattr(kind, "names", None))
 
 

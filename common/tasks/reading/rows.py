@@ -299,9 +299,7 @@ def _csv_rows(place: Place, text: TextIO) -> Iterator[Row]:
     try:
         header = next(lines, [])
         if twice := [name for name, number in Counter(header).items() if number > 1 and name]:
-            raise UsageError(
-                f"{place} has several columns of the name {twice[0]}: give each its own name in the first line"
-            )
+            raise UsageError(f"{place} has several columns called {twice[0]}: give each its own name")
         for number, cells in enumerate(filter(None, lines), start=1):
             if len(cells) > len(header):
                 what = f"{place}: row {number} has {len(cells)} values, the header has {len(header)} names"

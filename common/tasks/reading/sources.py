@@ -351,8 +351,6 @@ def _errors_in_one_line(data: str, advice: str) -> Iterator[None]:
             reason = f"one has the columns {names[0]}, another {names[1]}: give all the same columns"
         if local_path(data).exists():
             raise UsageError(f"--data {data}: the files cannot be read ({reason})") from None
-        raise UsageError(
-            f"--data {data}: no such folder, and loading from the Hub failed ({reason}); {advice}"
-        ) from None
+        raise UsageError(f"--data {data}: no such folder; loading from the Hub failed ({reason}); {advice}") from None
     finally:
         datasets.logging.set_verbosity(verbosity)

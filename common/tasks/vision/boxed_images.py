@@ -150,9 +150,7 @@ def _beside_images(data: str, folder: Path, files: list[Path], objects_column: s
         ways = [[place / str(name) for place in places if (place / str(name)).is_file()] for name in found[0]]
         if [] in ways:
             name = printable(str([*found[0]][ways.index([])]))
-            raise UsageError(
-                f"{table} names the image {name}: no such file next to it, in images, or in {places[-1].name}"
-            )
+            raise UsageError(f"{table}: no image {name} next to the table, in images or in {places[-1].name}")
         parts[split] = table, [str(way[0]) for way in ways], [*found[1]], *found[2:]
     chosen = labelled_splits(
         data,

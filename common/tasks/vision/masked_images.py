@@ -38,9 +38,7 @@ class MaskOpener(Opener):
         changes = image.format in ("JPEG", "WEBP")
         if values.ndim != 2 or values.dtype.kind == "f" or changes:
             kind = f"a {image.format} file, which changes numbers" if changes else f"in mode {image.mode}"
-            raise UsageError(
-                f"{name} is {kind}: expected a PNG in grey or with a palette, with the number of each class"
-            )
+            raise UsageError(f"{name} is {kind}: expected a PNG in grey or with a palette, of class numbers")
         return values.astype(numpy.int32)
 
 
