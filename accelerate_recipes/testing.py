@@ -19,9 +19,7 @@ def one_result(script: Path, config: Path, flags: str = "", steps: int = 20) -> 
 
     Uses the tolerances of `accelerate-recipes verify`: 1e-5 in float32. Both runs have the same micro-batch, because
     dropout depends on it. The processes of the config run on this machine. `flags`: of the recipe, under this config;
-    `steps`: of the optimizer. Raises AssertionError if the runs differ, or one did not end; the message says where or
-    why.
-    """
+    `steps`: of the optimizer. Raises AssertionError, with the place or cause, if the runs differ or one did not end."""
     words = [*recording(steps), *shlex.split(flags)]
     sizes = "|".join(size[0].replace("_", "[_-]") for size in SIZES.values())  # how a config divides the model
     alone = [*recording(steps), *shlex.split(re.sub(rf"({sizes})[ =]\d+", "", flags))]

@@ -1,6 +1,5 @@
-"""The findings of doctor about a config, and about a recipe under it. They come from its rules and from the loop's own
-checks, which run with the variables that `accelerate launch` would set: in the process of a recipe (`refusals`), or
-without a recipe in this one."""
+"""The findings of doctor about a config, and about a recipe under it: from its rules, and from the loop's own checks,
+with the variables of `accelerate launch`, in the process of a recipe (`refusals`) or in this one."""
 
 import io
 import os
@@ -30,9 +29,8 @@ class Answer(TypedDict):
 
 
 def ask(config: Config, script: Path | None, flags: Sequence[str]) -> Answer:
-    """Asks for the refusals of a config, and of a recipe under it. Raises UsageError if the recipe ends before it calls
-    `fit`, or the loop cannot read a value of the file. `config`: its machine decides whether the processes have GPUs;
-    `script`: a recipe; None asks only about the config."""
+    """Asks for the refusals of a config, and of a recipe under it. `config`: its machine decides whether processes have
+    GPUs; `script`: None for none. Raises UsageError if the recipe ends before `fit`, or a value is unreadable."""
     question: list[Any] = [str(config.path), bool(config.machine.gpus), config.likely_flags, True]  # of `refusals_of`
     if script is not None:
         return at_fit(script, flags, f"{__name__}:refusals", question)

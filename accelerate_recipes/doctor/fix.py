@@ -30,9 +30,8 @@ def write(config: Config) -> None:
 
 
 def fixed(config: Config, look: Callable[[Config], Iterable[Finding]]) -> tuple[Config, list[Finding], list[Finding]]:
-    """Makes the edits of the findings one after the other, in a copy, until no finding has an edit. `look` yields the
-    findings of a config, the fast ones first. Returns the fixed config, the findings that it resolved, and the findings
-    that are left to the user."""
+    """Makes the edits of the findings in a copy, one after the other, until none is left. `look` yields the findings of
+    a config, the fast ones first. Returns (the fixed config, the resolved findings, those left to the user)."""
     made: list[Finding] = []
     seen = [config.values]
     with TemporaryDirectory() as folder:

@@ -1,5 +1,4 @@
-"""A dry run of some training steps: one process of N, on tensors without data. `measure` runs in the process of a
-recipe, at its call of `fit`."""
+"""A dry run of some training steps: one process of N, on tensors without data. `measure` runs at a recipe's `fit`."""
 
 import os
 import pickle

@@ -98,9 +98,7 @@ def _send(output_dir: Path, card: dict[str, Any], name: str) -> str:
     set_client_factory(lambda: type(default)(event_hooks=default.event_hooks, follow_redirects=True, timeout=TIMEOUT_S))
     repository = HfApi().create_repo(name, private=True, exist_ok=True)
     write_model_card(output_dir, card, repository.repo_id)
-    HfApi().upload_folder(
-        repo_id=repository.repo_id, folder_path=output_dir / "model", commit_message="Upload a trained model"
-    )
+    HfApi().upload_folder(repo_id=repository.repo_id, folder_path=output_dir / "model", commit_message="Upload a model")
     return str(repository)
 
 

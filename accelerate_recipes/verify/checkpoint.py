@@ -62,11 +62,10 @@ class Origin:
 
 
 def run(script: Path, flags: list[str], checkpoint: Path, configs: list[str] | None, as_json: bool) -> int:
-    """Resumes a run in a separate folder, under each config, and ends it when its first steps are checked. The
-    checkpoint and the output folder of the run are only read. Returns the exit code: 0 if each config gives the result
-    of one process, otherwise 1. Raises UsageError if there is no such recipe or checkpoint, or nothing could be
-    checked. `flags`: in addition to the flags of the run; `configs`: names or paths of configs; None: the run's config,
-    or all configs if it was a run in one process."""
+    """Resumes a run in a separate folder, under each config, and ends it when its first steps are checked. Only reads
+    the checkpoint and the run's folder. Returns the exit code: 0 if each config gives the result of one process, else
+    1. Raises UsageError if recipe or checkpoint is missing, or nothing was checked. `flags`: more flags than the run's;
+    `configs`: names or paths; None: the run's config, or all configs after a run in one process."""
     check_file(script, "", "use the path of a recipe")
     content = _opened(checkpoint)
     rows: list[Row] = []

@@ -32,10 +32,9 @@ class FailedError(UsageError):
 
 
 def verify_watched(script: Path, flags: list[str], steps: int, folder: Path, as_json: bool, splits: bool) -> int:
-    """Runs the script on one process and under DDP, compares them and writes the certificate; returns the exit code. If
-    they differ, one process runs twice more, once with weights that start one rounding error away: a difference up to
-    ten times as large is noise. Raises UsageError if the script does not exist, takes no steps or fails. `script`: its
-    path, or the name of a module."""
+    """Compares one process with DDP, writes the certificate, and returns the exit code. If they differ, one process
+    runs twice more, once with weights that start one rounding error away: a difference up to ten times as large is
+    noise. `script`: a path or a module. Raises UsageError if it is missing, takes no steps or fails."""
     certificate = Certificate(folder, _file_of(script), flags, steps, as_json)
     certificate.begin(["single, 2 accumulated", "ddp (MULTI_CPU)"])
     with TemporaryDirectory(prefix="verify_") as scratch:

@@ -82,8 +82,7 @@ class Watcher:
             kind.dataset = property(self._dataset)
 
     def keep_global_batch(self, parts: int, module: Any) -> None:
-        """Lets the processes of a Trainer with this module's TrainingArguments share one process's batch, as
-        micro-batches."""
+        """Lets the processes of a Trainer with these TrainingArguments share one process's batch, as micro-batches."""
         arguments = module.TrainingArguments
         number, finish = int(os.environ.get("WORLD_SIZE", 1)) * parts, arguments.__post_init__
 

@@ -28,8 +28,7 @@ _numbers = count()  # of the waits in this process; they are the same in all pro
 def first_process_first() -> Iterator[None]:
     """The first process of each machine runs the body of `with`, then the others do: they find what it left on disk.
 
-    The others wait for as long as it takes. A collective, as in Accelerate's `local_main_process_first`, would fail
-    after the timeout of the process group.
+    The others wait without limit: a collective, as in Accelerate's `local_main_process_first`, would reach its timeout.
     """
     key = f"data/{socket.gethostname()}/{Environment.read().machine_rank}/{next(_numbers)}"  # for several launchers
     if PartialState().is_local_main_process:

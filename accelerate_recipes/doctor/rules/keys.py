@@ -1,6 +1,5 @@
-"""Rules about the keys of a config file: unknown keys, and keys without effect. `accelerate launch` refuses unknown
-keys at the top of a file, but ignores them in a section. For some keys it takes the value of its own flag, even if that
-flag was not typed."""
+"""Rules about keys that are unknown or have no effect. `accelerate launch` refuses unknown keys at the top of a file,
+but ignores them in a section. For some keys it takes its own flag's value, even if the flag was not typed."""
 
 import difflib
 from collections.abc import Iterator

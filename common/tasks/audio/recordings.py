@@ -163,12 +163,11 @@ def _size_said(content: bytes) -> int:
 def load_recordings(
     data: str, audio_column: str, target_column: str, clean: Callable[[str], str] | None = None
 ) -> tuple[Labelled, Labelled]:
-    """(training recordings, evaluation recordings), whose labels are their texts, or the numbers of their classes. If
-    the source has one part, one in ten is held out. Raises UsageError for data that it cannot use.
+    """(training recordings, evaluation recordings), labelled with texts or class numbers. If the source has one part,
+    one in ten is held out. Raises UsageError for unusable data.
 
     Args:
-        data: a folder with metadata.csv or metadata.jsonl, or with a sub-folder for each class, perhaps below "train"
-            and "test"; or what `load_tables` takes.
+        data: a folder with metadata.csv or .jsonl, or a folder per class (in "train" and "test"); or as `load_tables`.
         audio_column: name of the column with files, or with paths from the folder of the table.
         target_column: name of the column with texts, which `clean` turns into labels; or with classes if it is None.
     """

@@ -24,8 +24,7 @@ def is_whisper(name_or_path: str) -> bool:
 def load_whisper(name_or_path: str, language: str | None, task: str, max_target_length: int) -> tuple[Any, Any, Any]:
     """(a Whisper, its feature extractor, its tokenizer) for texts of one language, by name or code; None: as in the
     tokenizer's files, or the only one. With the `task` "translate" the texts are in English. `generation_config` has
-    these settings and the most tokens that the model writes, also in the export. Raises UsageError if there is no
-    Whisper, or it does not know the language."""
+    these settings and the most tokens to write, also in the export. Raises UsageError for a wrong model or language."""
     model, processor, _ = load(AutoModelForSpeechSeq2Seq, name_or_path, "Whisper", AutoProcessor)
     settings, tokenizer = model.generation_config, processor.tokenizer
     known = [token.strip("<|>") for token in getattr(settings, "lang_to_id", None) or {}]

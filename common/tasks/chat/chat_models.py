@@ -45,7 +45,7 @@ class ChatFlags(LoraFlags):
     model_name_or_path: str | None = flag(None, "train this chat model with its tokenizer (folder or Hub id)")
     trust_remote_code: bool = flag(False, "run the Python code that comes with the model: read it first")
     num_answers: int | None = flag(
-        None, "held-out questions for the exported model after training; default: 50, above 1e9 weights 5", minimum=0
+        None, "held-out questions to answer after training; default: 50, or 5 above 1e9 weights", minimum=0
     )
 
 

@@ -167,8 +167,7 @@ def load_chats(
         data: "rules" (questions with answers by rules); a .jsonl or .parquet file; or a Hub id.
         tokenizer: a fast tokenizer of transformers with a chat template.
         max_length: tokens beyond this number are cut.
-        column: name of the column with lists of messages. If there is none, the column "conversations", or the columns
-            "prompt" and "completion", and the model learns the completion.
+        column: name of the column with lists of messages; else "conversations", or "prompt" and "completion" (learnt).
         max_samples: read at most this many conversations of each part, as a stream.
     """
     needs = [{column}, {"conversations"}, {"prompt", "completion"}]

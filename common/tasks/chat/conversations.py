@@ -61,9 +61,8 @@ class Conversation:
 
 
 def as_messages(given: Any, role: str | None = None) -> Messages:
-    """Messages with roles, without values that are None: a table has these if another row has a value. Raises
-    UsageError for any other form. `given`: a list of {"role", "content", ...}, or of {"from", "value"} (ShareGPT); or a
-    text, if there is a `role` for it."""
+    """Messages with roles, without None, which tables put where other rows have a value. `given`: a list of {"role",
+    "content", ...}, or of {"from", "value"} (ShareGPT); or a text, with a `role`. Raises UsageError for others."""
     if isinstance(given, str) and role is not None:
         return [{"role": role, "content": given}]
     if not isinstance(given, list) or not all(isinstance(message, dict) for message in given):
@@ -258,11 +257,9 @@ def answer_spans(
 ) -> tuple[str, list[range]]:
     """(the text of a conversation, the places in it that the model learns to write).
 
-    A place is the text that the template writes for the assistant's answer after the prompt for one. Raises
-    UsageError if it begins with an answer, or for a template that cannot be used. `template`: a tokenizer or a
-    processor with a chat template; `first`: number of the first message that may be learnt; `options`: more arguments
-    for the template.
-    """
+    A place is the text that the template writes for the assistant's answer after the prompt for one. `template`: a
+    tokenizer or processor; `first`: number of the first message to learn; `options`: for the template. Raises
+    UsageError if it begins with an answer, or the template cannot be used."""
     options = options or {}
     if messages and messages[0]["role"] == "assistant":
         raise UsageError("it begins with an answer: remove it, or put a question before it")

@@ -160,8 +160,7 @@ def add_reference(
     numbers, so a step that took them would end the run.
 
     This happens before the run, not in its steps: only one model is in memory during training, and a resumed run has
-    the same values. For pairs on disk the values stay there, too, for the same weights, pairs and precision.
-    Collective.
+    the same values. Pairs on disk keep them for the same weights, pairs and precision. Collective.
 
     Args:
         model: for a later call of `fit`; perhaps with adapters; this function does not change it.

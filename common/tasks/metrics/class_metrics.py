@@ -48,8 +48,7 @@ def weights_of_classes(flag: str | None, parts: Sequence[Labelled], are_mixed: b
     """The weight of each class in the loss; None without the flag. Raises UsageError.
 
     Args:
-        flag: of `--class_weights`: "balanced", so that each class has the same weight in all; or "cat:2,dog:0.5", with
-            1 for the others.
+        flag: of `--class_weights`: "balanced" (all classes weigh the same in total), or "cat:2,dog:0.5" (others 1).
         parts: the images for training.
         are_mixed: whether two images are mixed into one.
     """

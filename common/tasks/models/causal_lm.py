@@ -104,10 +104,9 @@ def with_losses(
 
     forward(tokens, labels, positions=None, places=None), all int64 of shape (batch, context), returns the mean loss of
     each example, shape (batch,), over the labels that are not `IGNORED`. With `places`, of shape (batch, number), from
-    `find_trained_places`, the model computes logits only there. Losses are much smaller than logits, so mixed
-    precision converts little and sharding gathers little. The parameters keep their names, and the exported model keeps
-    its class. Raises UsageError if with `packs` the model lets a document see the one before it, or if with `routes`
-    it has no routers.
+    `find_trained_places`, the model computes logits only there. Losses are much smaller than logits, so mixed precision
+    converts little and sharding gathers little. The parameters keep their names, and the exported model keeps its
+    class. Raises UsageError if with `packs` a document sees the one before it, or with `routes` there are no routers.
 
     Args:
         model: a causal model of transformers.
@@ -118,8 +117,8 @@ def with_losses(
         routes: of a mixture of experts: forward returns what `router_loss` needs, with the losses as "cross_entropy".
         sees: for a model that sees images: makes its arguments from the other tensors of a batch.
         measures: forward returns {name of `MEASURED`: mean of each example over its labels}, each of shape (batch,):
-            the loss; the share of labels that are the most probable token; and the entropy of the model's
-            predictions, in nats. It computes them from the logits of the loss.
+            the loss; the share of labels that are the most probable token; and the entropy of the predictions, in nats.
+            It computes them from the logits of the loss.
     """
 
     def forward(

@@ -75,12 +75,11 @@ def small_bert(
 
 
 def load_encoder(kind: Any, name_or_path: str, max_length: int, **options: Any) -> tuple[PreTrainedModel, Any]:
-    """Loads an encoder in float32 and its tokenizer. Raises UsageError if there is no encoder or tokenizer, weights
-    do not fit, or it has no padding token or too few positions.
+    """Loads an encoder in float32 and its tokenizer. Raises UsageError if there is no encoder or tokenizer, weights do
+    not fit, or it has no padding token or too few positions.
 
     Args:
-        kind: a class with `from_pretrained`, such as `AutoModel`. If it has a head that the model lacks, or that has a
-            different number of classes, the head is new.
+        kind: a class such as `AutoModel`. A head that the files lack, or have for other classes, is new.
         name_or_path: folder or Hub id.
         max_length: tokens of the longest text.
         options: for `from_pretrained`, such as `id2label` and `label2id` of the classes, and `trust_remote_code`.

@@ -32,13 +32,11 @@ class LoraFlags(RunConfig):
     """The flags of recipes that train adapters of a pretrained model."""
 
     model_name_or_path: str | None = None
-    lora_rank: int = flag(
-        0, "rank of LoRA adapters, the only weights that are trained; 0: train all weights", minimum=0
-    )
+    lora_rank: int = flag(0, "rank of LoRA adapters, which alone are trained; 0: train all weights", minimum=0)
     lora_alpha: float | None = flag(None, "scale the adapters by lora_alpha / lora_rank (default: 2)", above=0)
     lora_dropout: float = flag(0.0, "dropout on the input of the adapters", minimum=0, below=1)
     lora_targets: str = flag(
-        "all-linear", "the layers to adapt, such as q_proj,v_proj, or a regular expression for their whole names"
+        "all-linear", "layers to adapt, such as q_proj,v_proj, or a regular expression of a whole name"
     )
 
 
@@ -121,8 +119,7 @@ def naming_base(config: LoraFlags, base: str) -> Iterator[None]:
 
 def with_adapters(model: PreTrainedModel, config: LoraFlags) -> nn.Module:
     """A model of `with_losses`, loaded from the path of `base_of`: unchanged; with `--lora_rank`, frozen and with new
-    adapters; or with the adapters in the folder `--model_name_or_path`. A model with adapters has an attribute
-    `peft_adapter`.
+    adapters; or with the adapters in `--model_name_or_path`. With adapters it has an attribute `peft_adapter`.
 
     PEFT adapts layers such as linear ones and GPT-2's Conv1D. `--lora_targets` are all of them but the head
     (all-linear); names, separated by commas; or a regular expression, which must match a layer's whole name. Raises

@@ -42,9 +42,8 @@ def adds_special_tokens(processor: Any, text: str) -> bool:
 
 
 def rows_with_tokens(*encoded: Any) -> list[int]:
-    """The numbers of the samples that have tokens in each of these columns from a tokenizer. Attention in a text
-    without tokens has nothing to attend to, and gets 0/0. Prints how many such samples there are, and how many are cut.
-    Raises UsageError if no sample has tokens."""
+    """The numbers of the samples with tokens in each of these columns. Attention in a text without tokens gives 0/0.
+    Prints how many samples have none, and how many are cut. Raises UsageError if all have none."""
     columns = [column["input_ids"] for column in encoded]
     if not (kept := [row for row, sample in enumerate(zip(*columns)) if all(sample)]):
         raise UsageError("no sample has tokens in each of its texts: look at the columns that the flags name")

@@ -23,8 +23,7 @@ class EncodedTexts(Dataset):
     """Samples {"input_ids": int64 of shape (length,), "label": int}; for pairs of texts with the tokenizer's
     "token_type_ids"; with weights of classes, "class_weight": float.
 
-    The label is a float32 tensor, 0-dim, if it is a number; for a text with several classes, of shape (classes,), 1 for
-    each of them.
+    The label is a float32 tensor: 0-dim for a number; of shape (classes,) for a text with several classes, 1 for each.
 
     Args:
         source: the texts.
@@ -60,16 +59,14 @@ def load_labelled_texts(
     target: str = "class",
 ) -> tuple[Labelled, Labelled]:
     """(training texts, evaluation texts), or pairs of texts (tuples), with their classes or numbers. Numbers have the
-    one class "LABEL_0", as in transformers. If there is only one part, one text in five is held out. Raises UsageError
-    for data that it cannot use.
+    one class "LABEL_0", as in transformers. If there is one part, one text in five is held out. Raises UsageError.
 
     Args:
         data: "stdlib" (lines of Python's standard library; the class is the package); or what `load_tables` takes.
         text_column: name of the column with the texts.
         label_column: name of the column with the classes or numbers.
         second_column: name of the column with the second text of each pair.
-        target: "class"; "classes", a list of them, or a text with commas between them; "number"; or "probability", a
-            number from 0 to 1.
+        target: "class"; "classes", a list of them or a text with commas; "number"; or "probability", from 0 to 1.
     """
     declared: list[str] = []
     parts: list[Any] = []  # of (text, perhaps the second one, its class, classes or number)

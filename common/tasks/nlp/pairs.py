@@ -73,14 +73,13 @@ def load_pairs(
     score_column: str | None = None,
 ) -> tuple[list[Pair], list[Pair]]:
     """(training pairs, evaluation pairs) of texts. If the source has only one part, one pair in ten is held out. Raises
-    UsageError for data that it cannot use.
+    UsageError.
 
     Args:
         data: "stdlib" (docstrings of Python's standard library, each with its function); or what `load_tables` takes.
         query_column: name of the column with the first texts.
         document_column: name of the column with the second texts.
-        negative_column: names of columns with wrong documents, with commas between them; None for those that are called
-            negative, or negative_1 and so on.
+        negative_column: columns with wrong documents, with commas; None: those called negative, or negative_1, ...
         score_column: name of a column with the similarity of the two texts, a number; then there are no negatives.
     """
     if data == "stdlib":

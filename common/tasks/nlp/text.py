@@ -33,15 +33,14 @@ VERSION = 3  # of the files of tokens: a new number makes new files
 class TokenDataset(InMemoryDataset):
     """A text cut into blocks. Each token but the first is a label in exactly one sample.
 
-    Samples are {"tokens": int64 of shape (context,), "labels": int64 of shape (context,), "weight":
-    float32, 0-dim}. Each label is the next token. The end of the last block is padding with the label
-    `IGNORED`. The weight is the number of labels without padding.
+    Samples are {"tokens": int64 of shape (context,), "labels": int64 of shape (context,), "weight": float32, 0-dim}.
+    Each label is the next token. The end of the last block is padding with the label `IGNORED`. The weight is the
+    number of labels without padding.
 
     Args:
         tokens: integers of shape (n,), at least 2; or a part of `map_tokens(file)`: memory holds only what is read.
         context: tokens per block.
-        drop_last: leave out a last block that is not full, as training does. All samples then have the
-            same number of labels, and no "weight".
+        drop_last: leave out a last block that is not full, as training does: then no sample has a "weight".
         file: a worker maps it again, instead of getting a copy of the tokens.
     """
 
@@ -89,12 +88,11 @@ def load_tokens(
     """(training set, evaluation set): blocks of a text. If the source has only one split, its last tenth is held out.
 
     Text of up to `MAX_BYTES_IN_MEMORY` is tokenised as a whole, in memory, at each start. Larger text is tokenised
-    once, in pieces, and the tokens stay in a file. Raises UsageError for missing data, anything but text, or less than
-    a block.
+    once, in pieces, and the tokens stay in a file. Raises UsageError for missing data, no text, or less than a block.
 
     Args:
-        data: "stdlib" (the first megabyte of the source code of Python's standard library); a text file, or a
-            folder of .txt, .md and .py files; or what `load_tables` takes, with a text column.
+        data: "stdlib" (the first megabyte of the source code of Python's standard library); a text file, or a folder of
+            .txt, .md and .py files; or what `load_tables` takes, with a text column.
         tokenizer: a tokenizer of transformers.
         context: tokens per block.
         max_samples: read only this many rows of a data set, as a stream; see `load_tables`.

@@ -100,8 +100,7 @@ def check_differ(data: Any, values: Iterable[Any], what: str) -> None:
 
 
 def say_classes(data: str, parts: Sequence[Labelled], what: str, before: str = "", after: str = "") -> None:
-    """Prints the size of each class, and what may be a mistake: classes that training lacks, that look alike, or that
-    may mean no class."""
+    """Prints the size of each class, and likely mistakes: classes that training lacks, look alike, or may mean none."""
     classes, labels = parts[0].classes, flatten([label for part in parts for label in part.labels])
     say(f"--data {data}: {before}{count_by_class(classes, labels)}{after}")
     trained, evaluated = ({classes[one] for one in flatten(part.labels)} for part in (parts[0], parts[-1]))

@@ -104,8 +104,7 @@ def load_image_splits(data: str, advice: str, max_samples: int | None = None) ->
     UsageError if there are no data, images or classes.
 
     Args:
-        data: a folder with a sub-folder for each class, perhaps below "train" and "test"; one with parquet files; or a
-            Hub id.
+        data: a folder with one for each class, perhaps below "train" and "test"; or with parquet files; or a Hub id.
         advice: end of a message: what to type instead.
         max_samples: this many images of each part: the first ones of tables, a random choice of files.
     """

@@ -70,10 +70,9 @@ class Preprocessing:
 
 @dataclass(eq=False, repr=False)
 class CroppedImages(Dataset):
-    """Samples {"image": float32 of shape (3, size, size), normalised; "label": int}.
-
-    The label of images with several classes is a float32 tensor of shape (classes,), 1 for each of them. A mixed image
-    also has "other_label", and "share", the first label's share. With weights of classes, a sample has a "weight"."""
+    """Samples {"image": float32 of shape (3, size, size), normalised; "label": int, or for images with several classes
+    float32 of shape (classes,), 1 for each}. A mixed image also has "other_label", and "share", the first label's
+    share. With weights of classes, a sample has a "weight"."""
 
     source: Labelled  # the images
     form: Preprocessing  # what the model expects
@@ -122,8 +121,7 @@ def load_labelled_images(data: str, max_samples: int | None = None) -> tuple[Lab
     held out. Raises UsageError if there are no data, images or classes.
 
     Args:
-        data: "shapes" (drawn ones); a folder with a sub-folder for each class, perhaps below "train" and "test"; a
-            folder with parquet files; or a Hub id.
+        data: "shapes" (drawn ones), or as for `load_image_splits`.
         max_samples: read at most this many images of each part, as a stream.
     """
     if data == "shapes":

@@ -70,9 +70,8 @@ def load_images(data: str, max_samples: int | None = None) -> tuple[ImageDataset
     of different sizes or more than half of the free memory, or no network.
 
     Args:
-        data: "digits" (scikit-learn's 1,797 handwritten digits of 8 x 8); a folder with the four
-            MNIST IDX files, gzipped or not, or with parquet files in the Hub's layout; or a Hub id,
-            for example "ylecun/mnist".
+        data: "digits" (scikit-learn's 1,797 handwritten digits of 8 x 8); a folder with the four MNIST IDX files,
+            gzipped or not, or with parquet files in the Hub's layout; or a Hub id, such as "ylecun/mnist".
         max_samples: read only this many images of each split, as a stream; see `load_tables`.
     """
     folder = local_path(data)
