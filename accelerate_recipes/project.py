@@ -74,8 +74,7 @@ def make(
 
 def _check_pair(script: Path, config: Path) -> None:
     if script.parent == SINGLE_FILES and config.stem not in SINGLE_FILE_CONFIGS:
-        advice = f"use one of {', '.join(SINGLE_FILE_CONFIGS)}"
-        raise UsageError(f"--config {config.stem}: a single file was not verified under it; {advice}")
+        raise UsageError(f"--config {config.stem} is not for single files: use one of {', '.join(SINGLE_FILE_CONFIGS)}")
     if flags_for(script.stem, config.stem) is None:
         fitting = [path.stem for path in bundle.configs() if flags_for(script.stem, path.stem) is not None]
         raise UsageError(f"--config {config.stem}: {script.name} does not support it; use one of {', '.join(fitting)}")

@@ -42,8 +42,7 @@ def ask(config: Config, script: Path | None, flags: Sequence[str]) -> Answer:
         with without_ranks(), redirect_stderr(io.StringIO()):  # the launcher prints the defaults that it chooses
             return refusals_of(None, alone, *question)
     except Exception as error:  # a word in place of a number, for example
-        line = f"{type(error).__name__}: {first_line(error)}"
-        raise UsageError(f"the loop stops before it calls fit: {line}") from None
+        raise UsageError(f"the loop stops before it calls fit: {type(error).__name__}: {first_line(error)}") from None
 
 
 def refusals(question: list[Any], *arguments: Any, **options: Any) -> Answer:

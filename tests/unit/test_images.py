@@ -75,7 +75,7 @@ def damage(folder: Path, kind: str) -> None:
         ("not gzip", "train-images-idx3-ubyte.gz is not a .gz file: remove .gz from its name, or copy it again"),
         ("wrong magic", "train-images-idx3-ubyte is not an IDX file of bytes with 3 dimensions"),
         ("missing", "t10k-labels-idx1-ubyte: no such file, and no"),
-        ("labels of another set", "t10k-images has 50 images but t10k-labels has 49 labels"),
+        ("labels of another set", "t10k-images has 50 images, t10k-labels 49 labels"),
         ("one class", "all labels for training are the same (7): expected different ones"),
         ("sizes", "training images are 12 x 12, test images 8 x 8: expected one size"),
         ("empty", "no data there; expected a folder with a sub-folder for each class"),

@@ -50,7 +50,7 @@ def test_windows_cover_the_text_and_know_their_answer() -> None:
 
 
 def test_a_question_needs_room() -> None:
-    line = "--max_length 6 leaves no room for a text next to a question of 4 tokens and --stride 2: use --max_length 12"
+    line = "--max_length 6 leaves no room for a text next to a question of 4 tokens and --stride 2: use 12, or a"
     with pytest.raises(UsageError, match=line):
         windows([question()], 6)
 

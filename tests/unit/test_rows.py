@@ -192,7 +192,7 @@ BROKEN = [
     (
         "a.csv",
         "text,label\nfoo,1\n".encode("utf-16-le"),
-        "holds zero bytes: it is not UTF-8 text; convert it with iconv",
+        "holds zero bytes: it is not UTF-8 text; run iconv",
     ),
     ("a.jsonl", '{"text": "foo"}\n'.encode("utf-16-le"), "holds zero bytes: it is not UTF-8 text"),
     ("a.csv", "\ntext\nfoo\n".encode("utf-16-le"), "holds zero bytes: it is not UTF-8 text"),

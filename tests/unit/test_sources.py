@@ -190,7 +190,7 @@ def test_a_configuration_after_a_colon(tmp_path: Path, kind: str) -> None:
         tables = load_tables(f"{folder}:mrpc", "", max_samples)
         assert [[*table.texts("text")] for table in tables] == [["mrpc"], ["mrpc_test"]]
     for data in (folder, f"{folder}:sst"):
-        with pytest.raises(UsageError, match=f"name a configuration, such as --data {folder}:cola; it has cola, mrpc"):
+        with pytest.raises(UsageError, match=f"has configurations .cola, mrpc.: use --data {folder}:cola"):
             load_tables(str(data), "")
 
 

@@ -215,7 +215,7 @@ def test_a_header_names_columns(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_a_table_with_a_word_in_each_row_is_refused(tmp_path: Path) -> None:
     words = "Sentence #,Word,Tag\nSentence: 1,London,B-geo\n,calls,O\n,,\nSentence: 2,Paris,B-geo\n"
     (tmp_path / "a.csv").write_text(words.replace(",,\n", ""))
-    with pytest.raises(UsageError, match="each row has a single word: expected the words of a whole sentence"):
+    with pytest.raises(UsageError, match="each row has a single word: expected a sentence; or use"):
         load_tagged_words(str(tmp_path / "a.csv"), "Word", "Tag", list)
 
 

@@ -62,7 +62,7 @@ def test_files_of_a_folder_and_the_last_tenth_held_out(tmp_path: Path) -> None:
     ("content", "arguments", "expected"),
     [
         ("", "", "is empty: expected text"),
-        ("hello world\n".encode("utf-16-le"), "", "holds zero bytes: it is not UTF-8 text; convert it with iconv"),
+        ("hello world\n".encode("utf-16-le"), "", "holds zero bytes: it is not UTF-8 text; run iconv"),
         ("short", "", "has 4 training and 1 evaluation tokens: a block needs 65"),
         (b"\x89PNG\r\n\x00", "", "is not text in UTF-8 (invalid start byte at byte 0)"),
         (None, "", "no such file or folder; use --data stdlib"),

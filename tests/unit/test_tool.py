@@ -142,7 +142,7 @@ def test_a_single_file_needs_nothing_from_here(tmp_path: Path, monkeypatch: pyte
         ("new mnist full", "full is not empty: use the name of a new folder"),
         ("new mnist project --config dpp", "dpp: no such config; use one of ddp, "),
         ("new linear_regression project --config pipeline_parallel", "linear_regression.py does not support it; use"),
-        ("new mnist project --single-file --config hsdp", "was not verified under it; use one of single, "),
+        ("new mnist project --single-file --config hsdp", "--config hsdp is not for single files: use one of single, "),
         (
             "new finetune project --single-file",
             "finetune: no such recipe as a single file; use one of linear_regression, ",

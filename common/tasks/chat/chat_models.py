@@ -71,8 +71,7 @@ def with_chat_template(tokenizer: Any, model: PreTrainedModel) -> Any:
     Raises UsageError if the tokenizer does not know the positions of its tokens, or a processor has no template."""
     plain = tokenizer_of(tokenizer)
     if not getattr(plain, "is_fast", False):
-        advice = "use the path of a model with a fast tokenizer (tokenizer.json)"
-        raise UsageError(f"{type(plain).__name__} gives no positions of tokens: {advice}")
+        raise UsageError(f"{type(plain).__name__} does not give the positions of tokens: use a fast tokenizer")
     if tokenizer.chat_template is None and plain is not tokenizer:
         raise UsageError(f"{type(tokenizer).__name__} has no chat template: add a chat_template.jinja to its folder")
     if tokenizer.chat_template is None:

@@ -61,8 +61,8 @@ def load_pretrained(
         what = "use the path of a model such as SmolVLM, Qwen-VL or Gemma 3"
         raise UsageError(f"--model_name_or_path {name_or_path}: {type(model).__name__} has no token for images: {what}")
     if _sees_the_future(model):
-        what = f"{type(model).__name__} attends to later tokens: use the path of a {expected}, not of an encoder"
-        raise UsageError(f"--model_name_or_path {name_or_path}: {what}")
+        what = f"{type(model).__name__} attends to later tokens"
+        raise UsageError(f"--model_name_or_path {name_or_path}: {what}: use a {expected}, not an encoder")
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest and context > longest:
         raise UsageError(f"--{flag} {context} exceeds the model's {longest} positions: use --{flag} {longest}")

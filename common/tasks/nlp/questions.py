@@ -55,8 +55,7 @@ class Windows(ListDataset):
         longest = max(map(len, tokenizer(asked, [""] * len(asked))["input_ids"]))
         if longest + stride >= max_length:
             what = f"leaves no room for a text next to a question of {longest} tokens and --stride {stride}"
-            advice = f"use --max_length {2 * (longest + stride)}, or a smaller --stride"
-            raise UsageError(f"--max_length {max_length} {what}: {advice}")
+            raise UsageError(f"--max_length {max_length} {what}: use {2 * (longest + stride)}, or a smaller --stride")
         cls, options = tokenizer.cls_token_id, {"truncation": "only_second", "max_length": max_length, "stride": stride}
         options |= {"return_overflowing_tokens": True, "return_offsets_mapping": True}
         self.samples, self.owners = [], list[Question]()  # and the question of each

@@ -197,6 +197,5 @@ def _rows(table: Table, word_column: str, tag_column: str) -> list[Sentence]:
         say(f"--data {table.name}: {len(table) - len(found):,} of {len(table):,} rows have no words: left out")
     if len(found) > 1 and all(len(words) == 1 for words, _ in found):
         form = "a CoNLL file, with a word and its tag in each line, and an empty line after each sentence"
-        what = "each row has a single word: expected the words of a whole sentence"
-        raise UsageError(f"--data {table.name}: {what}; or use {form}")
+        raise UsageError(f"--data {table.name}: each row has a single word: expected a sentence; or use {form}")
     return found

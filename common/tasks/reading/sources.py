@@ -292,8 +292,7 @@ def _builder_of(data: str) -> Any:
     except ValueError:
         if len(names := datasets.get_dataset_config_names(where)) < 2:
             return datasets.load_dataset_builder(where)
-        known = f"it has {shorten(names)}"
-        raise UsageError(f"--data {data}: name a configuration, such as --data {name}:{names[0]}; {known}") from None
+        raise UsageError(f"--data {data} has configurations ({shorten(names)}): use --data {name}:{names[0]}") from None
 
 
 def _find_files(data: str, advice: str) -> tuple[Files, dict[str, Any]]:

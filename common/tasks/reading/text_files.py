@@ -95,8 +95,7 @@ def open_text(place: Place, newline: str | None, says_encoding: bool = True) -> 
         encoding = detect_encoding(start[:4])
         has_zeros = encoding == "utf-8" and start[:1].isascii() and b"\0" in start.partition(b"\n")[0]
         if has_zeros or encoding.endswith(("-le", "-be")):
-            advice = "it is not UTF-8 text; convert it with iconv -f UTF-16 -t UTF-8"
-            raise UsageError(f"{place} holds zero bytes: {advice}")
+            raise UsageError(f"{place} holds zero bytes: it is not UTF-8 text; run iconv -f UTF-16 -t UTF-8")
         if encoding in ("utf-16", "utf-32") and says_encoding:
             say(f"{place} is read as {encoding.upper()}, as its first bytes say")
         with io.TextIOWrapper(file, encoding=encoding, newline=newline) as text:

@@ -101,8 +101,7 @@ def _load_idx(place: Path) -> tuple[ImageDataset, ImageDataset]:
     for part in ("train", "t10k"):
         images, labels = _read_idx(place, f"{part}-images", 3), _read_idx(place, f"{part}-labels", 1)
         if len(images) != len(labels):
-            found = f"{part}-images has {len(images)} images but {part}-labels has {len(labels)} labels"
-            raise UsageError(f"{place}: {found}")
+            raise UsageError(f"{place}: {part}-images has {len(images)} images, {part}-labels {len(labels)} labels")
         if len(images) == 0:
             raise UsageError(f"{place}: {part}-images has no images")
         sets.append((images.unsqueeze(1), labels.long()))
