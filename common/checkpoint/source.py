@@ -14,31 +14,38 @@ from pathlib import Path
 from ..package import files_of_run, version
 from ..records.run_card import launch_command
 
-COMMAND, CONFIGS = "command.txt", "accelerate_configs"
-LONG_AGO = (1980, 1, 1, 0, 0, 0)  # the same source gives the same archive
+COMMAND, VERSION, CONFIGS = "command.txt", "version.txt", "accelerate_configs"
 
 
 @cache
 def source() -> str:
-    """A zip archive, packed with bzip2, as base64: the recipe, what it imports from its folder, the config file, the
-    command that started the run, the version of this package and, unless this identifies its code, the package."""
-    archive, config = io.BytesIO(), launch_option(shlex.split(launch_command()), "--config_file")
+    """Files, packed with bzip2, as base64: the recipe, what it imports from its folder, the config file, the command
+    that started the run, the version of this package and, unless this identifies its code, the package. Before the
+    content of each file stands a line with its size and name: a zip archive would take 2 % more."""
+    config = launch_option(shlex.split(launch_command()), "--config_file")
     files = files_of_run() | ({} if config is None else {f"{CONFIGS}/{Path(config).name}": Path(config)})
-    with zipfile.ZipFile(archive, "w") as opened:
-        opened.writestr(zipfile.ZipInfo(COMMAND, LONG_AGO), launch_command() + "\n")
-        opened.writestr(zipfile.ZipInfo("version.txt", LONG_AGO), f"accelerate-recipes {version()}\n")
-        for name in sorted(files, key=lambda name: (name.count("/"), name), reverse=True):  # packs best
-            with suppress(OSError):  # a recipe that was typed in, or a file that is gone
-                opened.writestr(zipfile.ZipInfo(name, LONG_AGO), files[name].read_bytes())
-    return base64.b64encode(bz2.compress(archive.getvalue())).decode()
+    contents = {COMMAND: f"{launch_command()}\n".encode(), VERSION: f"accelerate-recipes {version()}\n".encode()}
+    for name in sorted(files, key=lambda name: (name.count("/"), name), reverse=True):  # packs best
+        with suppress(OSError):  # a recipe that was typed in, or a file that is gone
+            contents[name] = files[name].read_bytes()
+    packed = b"".join(b"%d %s\n%s" % (len(content), name.encode(), content) for name, content in contents.items())
+    return base64.b64encode(bz2.compress(packed)).decode()
 
 
 def open_source(text: str) -> zipfile.ZipFile:
-    """The archive that `source` returned; earlier versions compressed each file by itself, or with xz."""
-    content = base64.b64decode(text)
+    """The files that `source` returned, as a zip archive; in earlier versions they were one, which xz may compress."""
+    content, archive = base64.b64decode(text), io.BytesIO()
     if not content.startswith(b"PK"):
         content = bz2.decompress(content) if content.startswith(b"BZ") else lzma.decompress(content)
-    return zipfile.ZipFile(io.BytesIO(content))
+    if content.startswith(b"PK"):
+        return zipfile.ZipFile(io.BytesIO(content))
+    with zipfile.ZipFile(archive, "w") as opened:
+        while content:
+            line, _, content = content.partition(b"\n")
+            size, _, name = line.decode().partition(" ")
+            opened.writestr(name, content[: int(size)])
+            content = content[int(size) :]
+    return zipfile.ZipFile(archive)
 
 
 def launch_option(words: Sequence[str], name: str) -> str | None:
