@@ -21,7 +21,7 @@ class Absent(Tensor):
 
     origin: str
     numbers: Tensor
-    is_trained = False  # whether the weight that it stands for has requires_grad
+    is_trained = True  # whether the weight that it stands for has requires_grad
     twin: Tensor | None = None  # the weight, if another stage of this process has it
     home: Any = None  # the stage with whose model it is
     _is_param = False  # for `isinstance(weight, nn.Parameter)`

@@ -83,6 +83,9 @@ def _on_whole(function: Hook, factor: int, gradient: Any) -> Tensor | None:
     return distribute_tensor(result, gradient.device_mesh, gradient.placements, src_data_rank=None)
 
 
+INNER = ("torch.distributed.", "torch._", f"{__package__}.")  # packages of frames between the user's code and a kernel
+
+
 def refuse_numbers_of_shares() -> None:
     """Makes `float()` and `.item()` of a divided tensor raise an error: torch returns the number of the share."""
     from torch.distributed.tensor import DTensor
@@ -90,7 +93,7 @@ def refuse_numbers_of_shares() -> None:
     def number(operation: Any, args: Any, kwargs: Any) -> Any:
         if any(not placement.is_replicate() for placement in args[0].placements):
             frame = sys._getframe(1)
-            while frame.f_back and frame.f_globals.get("__name__", "").startswith(("torch.distributed.", "torch._")):
+            while frame.f_back and frame.f_globals.get("__name__", "").startswith(INNER):
                 frame = frame.f_back
             reads = "reads a number, with float() or .item(), from a tensor that is divided among processes"
             if not is_own(frame.f_code.co_filename):

@@ -26,6 +26,8 @@ class Operations(OperationTrace):
     def __init__(self) -> None:
         super().__init__()
         self.found, self._inside, self._is_training = set[str](), 0, torch.is_grad_enabled()
+        # Operations over the units of a layer, such as a norm: a process has too few. And layers that use one.
+        self._mixed, self.wrong = set[str](), set[str]()
 
     def note(self, what: str, values: Any) -> None:
         """Records that something takes these values, if they come from divided layers."""
@@ -42,12 +44,13 @@ class Operations(OperationTrace):
                     is_column = kinds[name] in PACKED or ENDS.get(kinds[name], ("", "sum"))[1] == "keep"
                     leave = partial(self._leave, name, is_column, kinds[name] == NORM_OF_HEADS)
                     stack.enter_context(module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
-                    stack.enter_context(module.register_forward_hook(leave, with_kwargs=True))
+                    stack.enter_context(module.register_forward_hook(leave, with_kwargs=True, prepend=True))
             stack.enter_context(self)
             yield
 
     def _enter(self, name: str, module: nn.Module, args: Any, named: Any) -> None:
         self.note(name, (args, named))
+        self.wrong |= {name for each in self.of(tree_leaves((args, named))) if any(one in each for one in self._mixed)}
         self._inside += 1
 
     def _leave(self, name: str, is_column: bool, is_norm: bool, _: Any, args: Any, named: Any, output: Any) -> None:
@@ -70,15 +73,23 @@ class Operations(OperationTrace):
             )
         if self._is_training and not torch.is_grad_enabled():  # in an autograd.Function: its backward pass is not seen
             self.note(f"{schema.name.removeprefix('aten::')} without gradients", (args, kwargs))
-        if torch.Tag.pointwise not in function.tags:
-            numbers = [value for argument, value in zip(schema.arguments, args) if argument.name.startswith("dim")]
-            if not any("(" in each for each in origins) and {-1, given[0].ndim - 1} & {*tree_leaves(numbers)}:
+        is_view = any(each.alias_info is not None for each in schema.returns) or schema.name == "aten::_to_copy"
+        last = lambda each: (*each.shape[-1:], *each.stride()[-1:]) if isinstance(each, Tensor) else None  # noqa: E731
+        if torch.Tag.pointwise not in function.tags and not (is_view and last(result) == last(given[0])):
+            named = dict(zip((each.name for each in schema.arguments), args)) | (kwargs or {})
+            dims = [each for each in schema.arguments if each.name.startswith("dim")]
+            numbers = [named.get(each.name, each.default_value) for each in dims]
+            is_plain = not any("(" in each for each in origins)
+            is_last = bool({-1, given[0].ndim - 1} & {*tree_leaves(numbers)}) or "normalized_shape" in named
+            if is_over_units := is_plain and is_last:
                 numbers = [each for each in tree_leaves(args) if type(each) is int]  # a slice of other units is another
+            is_total = is_plain and isinstance(result, Tensor) and result.numel() == 1 < given[0].numel()
             name = f"{schema.name.removeprefix('aten::')}{numbers or ''}"
             name = "attention" if "scaled_dot_product" in name else name  # kernels differ with the mask and the device
             self.note(name, (args, kwargs))
             again = [origin for origin in origins if origin.startswith(f"{name}(")]  # as a cache grows token by token
             origins = Origins(again or [f"{name}({', '.join(sorted(origins))})"])
+            self._mixed |= origins if (is_over_units or is_total) and not is_view else set()
         elif not all("(" in each for each in origins) and any(
             each.shape[-1:] == result.shape[-1:] > (1,) and each not in self.origins for each in given
         ):  # what a transpose returns may have another last dimension: T5's biases have keys there
@@ -120,7 +131,8 @@ def watched(engine: Engine, styles: Mapping[str, str]) -> NumberedStep:
             with operations.watch(engine.running_modules(), styles):
                 values = forward_step(model, batch, number)
         finally:  # also where a stage of a pipeline is left
-            known[is_training] |= operations.found if is_first else set()
+            found = {each for each in operations.found if each.partition(" of ")[0] not in operations.wrong}
+            known[is_training] |= found if is_first else set()
             operations.note("the values of forward_step", values)  # never right, unless something multiplies them by 0
             for new in sorted(operations.found - known[is_training]):
                 raise UsageError(
