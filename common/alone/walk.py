@@ -3,6 +3,7 @@
 import functools
 import gc
 import io
+import logging
 import random
 import re
 import sys
@@ -90,6 +91,7 @@ class Walk:
         self.entries: list[Entry] = []  # of objects that may change
         self.tensors: list[tuple[str, Tensor]] = []  # with their names
         self.iterators: list[tuple[str, Callable[[], bool]]] = []  # with their names, and whether they have advanced
+        self.open: list[str] = []  # names of files and loggers
         self._seen: dict[int, Any] = {}  # keeps the objects, so that no other gets one of these ids
 
     def visit(self, root: Any, besides: Any = None) -> tuple[int, int]:
@@ -127,7 +129,8 @@ class Walk:
             return self._fields(name, value) if is_users else []
         if isinstance(value, type):
             is_users = is_own(getattr(sys.modules.get(value.__module__), "__file__", None) or "<frozen>")
-            return [*self._fields(value.__name__, value), *_objects(value.__bases__)] if is_users else []
+            behind = _objects((type(value), *value.__bases__))
+            return [*self._fields(value.__name__, value), *behind] if is_users else []
         if isinstance(value, weakref.ref):
             return [("", value())]
         if isinstance(value, ContextVar):
@@ -146,10 +149,11 @@ class Walk:
         if (generator := _generator(value)) is not None:
             self.entries.append(Entry(name, *generator, is_generator=True))
             return []
-        if hasattr(value, "__next__") and not hasattr(value, "__dict__"):
+        if hasattr(value, "__next__") and not hasattr(value, "__dict__") and not hasattr(value, "__slots__"):
             before = _position(value)
             self.iterators.append((name, lambda: _position(value) != before))
             return [] if isinstance(value, types.GeneratorType) else _objects(gc.get_referents(value))
+        self.open += [name] * isinstance(value, io.IOBase | logging.Logger)
         if isinstance(value, Accelerator | types.FrameType | types.TracebackType) or _serves_python(value):
             return []
         named = [vars(each).get("__slots__", ()) for each in type(value).__mro__]
@@ -216,6 +220,7 @@ class Walk:
         used, space = _names(value.__code__), value.__globals__
         read = lambda: {name: space[name] for name in used if name in space}  # noqa: E731
         found += self._note("", read, partial(_set_named, space, used))
+        found += [(name, sys.modules[name]) for name in used - space.keys() if name in sys.modules]  # imported in here
         return [*found, *self._attributes(name or value.__name__, value)]
 
 
@@ -295,7 +300,7 @@ def _position(iterator: Any) -> Any:
     """A value that changes when an iterator advances."""
     if isinstance(iterator, types.GeneratorType):
         frame = iterator.gi_frame
-        return None if frame is None else (frame.f_lasti, repr(frame.f_locals))
+        return None if frame is None else (frame.f_lasti, repr(frame.f_locals), _position(iterator.gi_yieldfrom))
     with suppress(TypeError):
         return repr(iterator.__reduce__())
     return repr(iterator)

@@ -110,8 +110,12 @@ class Observer:
 
 
 def _evaluated(engine: Engine, batch: Batch, number: int) -> dict[int, dict[str, Tensor]]:
+    owners = [(module._buffers, dict(module._buffers)) for module in engine.model.modules()]
+    before = [(held, key, each, each.clone()) for held, own in owners for key, each in own.items() if each is not None]
     with one_pass(engine.model, batch) as own:
         values = engine.evaluate(own, number)
+    for held, key, buffer, value in before:  # as in metrics that add up
+        held[key] = buffer if buffer.equal(value) else buffer.copy_(value)
     values = engine.share_values(values)
     return {0: on_cpu(values)} if engine.plan.row(0) == 0 else {}
 

@@ -1,9 +1,11 @@
 """Shards: the range of a tensor that a process has, and how to read it back."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +59,10 @@ class Shard:
 def checkpoint_tensors(module: nn.Module) -> dict[str, Tensor]:
     """{name: parameter or buffer} that checkpoints and exports hold: all, or the trained ones of a module with a
     `peft_adapter`, whose other weights exist elsewhere."""
-    state = module.state_dict(keep_vars=True)
+    with ExitStack() as stack:  # without the recipe's hooks, which may rename or convert what a user saves
+        for each in module.modules():
+            stack.enter_context(patch.dict(each._state_dict_hooks, clear=True))
+        state = module.state_dict(keep_vars=True)
     for name in [name for name, value in state.items() if not isinstance(value, Tensor)]:
         raise UsageError(f"{name} in the model's state_dict is not a tensor: use a buffer, not get_extra_state")
     if getattr(module, "peft_adapter", None) is None:

@@ -3,6 +3,7 @@
 import itertools
 import random
 import subprocess
+import sys
 import types
 from collections import deque
 from pathlib import Path
@@ -136,6 +137,39 @@ def test_iterators_that_move_on_are_lost(make: Any) -> None:
     with kept(model, optimizer, [step], CPU) as changes:
         step()
     assert changes.lost == ["numbers"] and drawn.random() == random.Random(0).random()
+
+
+def test_a_generator_inside_another_moves_on() -> None:
+    model, optimizer = trained()
+    numbers = (lambda: (yield from itertools.count()))()
+    next(numbers)
+    with kept(model, optimizer, [lambda: next(numbers)], CPU) as changes:
+        next(numbers)
+    assert changes.lost == ["numbers"]
+
+
+def test_a_class_of_classes_and_a_module_imported_in_a_function_are_given_back(monkeypatch: Any) -> None:
+    module = types.ModuleType("counts_elsewhere")
+    module.number = 0  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "counts_elsewhere", module)
+
+    class Single(type):
+        made = 0
+
+    class Meter(metaclass=Single):
+        pass
+
+    def step() -> None:
+        import counts_elsewhere  # type: ignore[import-not-found]
+
+        counts_elsewhere.number += 1
+        type(Meter).made += 1
+
+    model, optimizer = trained()
+    with kept(model, optimizer, [step], CPU) as changes:
+        step()
+    assert (module.number, Single.made) == (0, 0)  # type: ignore[attr-defined]
+    assert {"counts_elsewhere.number", "Single.made"} <= {*changes.names}
 
 
 def test_data_that_is_shared_is_named() -> None:

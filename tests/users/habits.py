@@ -23,6 +23,13 @@ def track(model: nn.Module, hidden: Tensor) -> Tensor:
     return 0.9 * model.mean + 0.1 * hidden.detach().mean(0) if model.training else model.mean
 
 
+def renames() -> nn.Module:
+    """Saves its weights under the names of an earlier version, in half precision."""
+    model = Net()
+    model._register_state_dict_hook(lambda module, state, *others: {f"old.{key}": state[key].half() for key in state})
+    return model
+
+
 def running_mean(model: nn.Module, hidden: Tensor, x: Tensor) -> Tensor:
     model.mean.copy_(track(model, hidden))
     return hidden - model.mean
@@ -337,6 +344,7 @@ def embeddings_scaled() -> nn.Module:
 
 HABITS: dict[str, Callable[[], nn.Module]] = {
     **{name: (lambda name=name: Around(name)) for name in AROUND},
+    "renames_what_it_saves": renames,
     "softmax_between": lambda: Net(between=lambda hidden: hidden.softmax(-1)),
     "norm_between": lambda: Net(between=lambda hidden: F.layer_norm(hidden, hidden.shape[-1:])),
     "gate_between": lambda: Net(between=gated, widens=2),
