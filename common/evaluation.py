@@ -41,21 +41,21 @@ class Evaluation:
             name of a set, unless it is "", begins the names of its metrics.
         state: the run's state.
         watch: the run's watch; a stop request ends an evaluation early.
-        translating: a context for the recipe's `summarize` and `examples`, as of `ParityCheck`.
+        check: the run's `ParityCheck`, if it has one.
 
     Attributes:
         metrics: the metrics of the last evaluation; empty before the first.
     """
 
-    def __init__(self, engine: Engine, state: TrainState, watch: Watch, translating: Callable[[], Any] = nullcontext):
+    def __init__(self, engine: Engine, state: TrainState, watch: Watch, check: Any = None):
         eval_sets = engine.setup.eval_sets
         parts = [f"{len(part):,} for evaluation{f' ({name})' if name else ''}" for name, part in eval_sets.items()]
         say(f"{engine.plan.num_samples:,} training samples, {', '.join(parts)}")
-        self.engine, self.options, self.state = engine, engine.setup.options, state
+        self.engine, self.state = engine, state
         device = CPU if engine.plan.config.num_workers else engine.device  # a worker reads on the CPU
         # Moves the sets once, not in each evaluation.
         self.eval_sets = {name: resident(eval_set, device) for name, eval_set in eval_sets.items()}
-        self.watch, self._translating = watch, translating
+        self.watch, self._check = watch, check
         self.metrics: Metrics = {}
         self._has_said = False
         if (name := engine.plan.config.metric_for_best_model) is not None:
@@ -79,6 +79,8 @@ class Evaluation:
             self.watch.settle()
             if metrics is None:
                 return
+            if self._check is not None:
+                self._check.compare_evaluation(state.step, metrics)
             state.evaluation_due = False
             if (name := config.metric_for_best_model) is not None and state.records_best(name, metrics[name]):
                 try:
@@ -90,21 +92,9 @@ class Evaluation:
 
     def measure(self, eval_sets: Mapping[str, MapDataset], poll: Callable[[], bool]) -> Metrics | None:
         """The metrics of these sets with the model's weights; None if `poll` ended the evaluation."""
-        engine, config = self.engine, self.engine.plan.config
-        summarize, examples = self.options.get("summarize", dict), self.options.get("examples")
-        keeps, metrics = examples is not None or config.save_predictions, Metrics()
-        for key, eval_set in eval_sets.items():
-            if (results := evaluate_set(engine, eval_set, poll, keeps, self.state.step)) is None:
-                return None
-            means, values = results
-            seed_forward(config.seed, EVALUATION, SUMMARY, engine.device)
-            with self._translating() if divides_weights(engine.plan.layout) else nullcontext():
-                reported = summarize(means) | ({} if examples is None else examples(values))
-            prefix = f"{key}/" if key else ""
-            metrics |= {f"{prefix}{name}": _number(name, value) for name, value in reported.items()}
-            if config.save_predictions and engine.accelerator.is_main_process:
-                write_predictions(config.output_dir / f"predictions{'_' * bool(key)}{key}.jsonl", values)
-        return self._of_main_process(metrics)
+        translating = nullcontext if self._check is None else self._check.translating
+        metrics = measure(self.engine, eval_sets, poll, self.state.step, translating)
+        return None if metrics is None else self._of_main_process(metrics)
 
     def _of_main_process(self, metrics: Metrics) -> Metrics:
         """The metrics of the main process. If another one has others, prints a line, once."""
@@ -122,6 +112,31 @@ class Evaluation:
                 f"{rank}; the run uses the first: compute it from the values of all samples, as examples gets them"
             )
         return first
+
+
+def measure(
+    engine: Engine,
+    eval_sets: Mapping[str, MapDataset],
+    poll: Callable[[], bool],
+    number: int,
+    translating: Callable[[], Any] = nullcontext,
+) -> Metrics | None:
+    """The metrics of these sets in this process, after `number` steps; None if `poll` ended the evaluation."""
+    config, options = engine.plan.config, engine.setup.options
+    summarize, examples = options.get("summarize", dict), options.get("examples")
+    keeps, metrics = examples is not None or config.save_predictions, Metrics()
+    for key, eval_set in eval_sets.items():
+        if (results := evaluate_set(engine, eval_set, poll, keeps, number)) is None:
+            return None
+        means, values = results
+        seed_forward(config.seed, EVALUATION, SUMMARY, engine.device)
+        with translating() if divides_weights(engine.plan.layout) else nullcontext():
+            reported = summarize(means) | ({} if examples is None else examples(values))
+        prefix = f"{key}/" if key else ""
+        metrics |= {f"{prefix}{name}": _number(name, value) for name, value in reported.items()}
+        if config.save_predictions and engine.accelerator.is_main_process:
+            write_predictions(config.output_dir / f"predictions{'_' * bool(key)}{key}.jsonl", values)
+    return metrics
 
 
 def _first(dataset: MapDataset) -> MapDataset:

@@ -85,7 +85,7 @@ def fit(
         stream = batches(setup.train_set, samples, accelerator.device, config)
         recorder = Recorder(engine, output_dir, state, facts)
         checkpoint.load_rest(engine, recorder.unrecorded)
-        evaluation = Evaluation(engine, state, watch, check.translating)
+        evaluation = Evaluation(engine, state, watch, check)
         with recorder, closing(after_saves), Saver(engine, this_run, group, watch, after_saves.start) as saver:
             if state.evaluation_due:  # a stop request ended this evaluation in the earlier run
                 evaluation.run(recorder)

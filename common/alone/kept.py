@@ -2,11 +2,13 @@
 
 import os
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from functools import cache
+from io import StringIO
 from typing import Any
 
 import torch
@@ -168,12 +170,17 @@ class _Lending:
 
 
 _noting: list[list[str]] = []  # lists of files; only the last one grows
+_alone: list[int] = []  # threads that may change nothing outside of Python
+OUTSIDE = ("os.mkdir", "os.remove", "os.rename", "os.rmdir", "socket.connect", "subprocess.Popen")
 
 
 @cache
 def _listen() -> None:
     def note(event: str, given: tuple) -> None:
-        if _noting and event == "open" and given[2] & (os.O_WRONLY | os.O_RDWR) and not isinstance(given[0], int):
+        is_write = event == "open" and bool(given[2] & (os.O_WRONLY | os.O_RDWR))
+        if _alone and (is_write or event in OUTSIDE) and threading.get_ident() in _alone:
+            raise NotChecked(f"it changes more than Python's objects: {event}")
+        if _noting and is_write and not isinstance(given[0], int):
             path = os.fsdecode(given[0])
             _noting[-1] += [path] * (".pyc" not in path and not path.startswith("/dev/"))
 
@@ -189,6 +196,19 @@ def _noted_files(files: list[str]) -> Iterator[None]:
         yield
     finally:
         _noting.pop()
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """In the `with` block nothing is printed, and an attempt of this thread to write a file, start a program or send
+    something raises NotChecked."""
+    _listen()
+    _alone.append(threading.get_ident())
+    try:
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+            yield
+    finally:
+        _alone.pop()
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

@@ -11,9 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from ..alone.kept import NotChecked, unheard
+from ..alone.walk import Walk
 from ..cpu_group import CpuGroup
+from ..data.sets import Metrics
 from ..environment import variables_of_one_process
 from ..errors import UsageError
+from ..evaluation import measure
 from ..layout import Layout
 from ..records.running_sums import TOTAL_WEIGHT, RunningSums
 from ..step.engine import Engine, StepResult
@@ -34,6 +38,8 @@ class Rehearsal:
 
     steps: dict[int, Step]  # {number: what the step did}
     moved: dict[int, Step]  # the same from weights that are perturbed by rounding errors: a trajectory amplifies them
+    evaluated: dict[int, Metrics]  # {number of steps taken: metrics of an evaluation}
+    moved_evaluated: dict[int, Metrics]
     first: Step  # the first step of the run
     is_low: bool  # whether a layer computes with fewer bits than float32
     keeps: str  # names of buffers, and of values in layers, that the first steps changed
@@ -44,17 +50,17 @@ class Rehearsal:
         plan, number = run.setup.plan, run.numbers[0]
         later = {min(step, plan.num_steps - number) for step in STEPS} - {*range(plan.config.check_steps + 1)}
         numbers = [number + step - 1 for step in sorted(later) if run.seconds * step * 2 <= MAX_SECONDS]
-        # Later steps may follow evaluations, which are not repeated here.
-        if run.setup.options.get("batch_loss") or run.setup.may_follow_evaluations:
-            numbers = [last for last in numbers if not any(map(plan.evaluates, range(number + 1, last + 1)))]
-        if not numbers or run.setup.accelerator.device.type != "cpu":
-            return None
-        # The run will show an error, with the step and its samples. Weights on disk stay there, as in other processes.
-        with suppress(Exception), with_full_weights(run.setup.model):
-            steps = run.steps(numbers, None, compares=run.first_pass, first=number)
-            moved = Perturbed.take(run, numbers, ROUNDINGS[0], number).steps
-            held = [*run.first_pass.written, *(run.changes.in_model if run.changes else ())][:2]
-            return cls(steps, moved, first, run.is_low, " or ".join(held))
+        before = [last for last in numbers if not any(map(plan.evaluates, range(number + 1, last + 1)))]
+        ways = ([(numbers, True)] if _may_evaluate(run) else []) + [(before, False)]
+        for chosen, evaluates in ways if run.setup.accelerator.device.type == "cpu" else ():
+            evaluated, moved = dict[int, Metrics](), dict[int, Metrics]()
+            own, other = (_evaluate(found) if evaluates else None for found in (evaluated, moved))
+            # The run will show an error, with its samples. Weights on disk stay there, as in other processes.
+            with suppress(Exception), with_full_weights(run.setup.model):
+                steps = run.steps(chosen, None, compares=run.first_pass, first=number, evaluate=own) if chosen else {}
+                again = Perturbed.take(run, chosen, ROUNDINGS[0], first=number, evaluate=other).steps if chosen else {}
+                held = [*run.first_pass.written, *(run.changes.in_model if run.changes else ())][:2]
+                return cls(steps, again, evaluated, moved, first, run.is_low, " or ".join(held))
         return None
 
     def line(self, steps: Sequence[Step], layout: Layout, number: int) -> str | None:
@@ -64,10 +70,22 @@ class Rehearsal:
         limits = {key: max(self._tolerance(key, expected), TRAJECTORY_TIMES_FLOOR * floors[key].size) for key in floors}
         each = (step_gaps(step, expected, rank) for rank, step in enumerate(steps))
         found = [gaps[key] for gaps in each for key in COMPARED if key in gaps and not gaps[key].size <= limits[key]]
-        if not found:
-            return None
+        return self._line(layout, f"in step {number + 1}, {found[0].text}") if found else None
+
+    def line_of_evaluation(self, metrics: Metrics, layout: Layout, number: int) -> str | None:
+        """The same for the losses of the evaluation after `number` steps."""
+        size, moved = _size(self.first, ("value", "loss")), self.moved_evaluated[number]
+        for name, expected in self.evaluated[number].items():
+            tolerance = LATER if not self.is_low else BF16[""]
+            limit = tolerance * max(size, abs(expected)) + TRAJECTORY_TIMES_FLOOR * abs(moved[name] - expected)
+            if name.rpartition("/")[2] == "loss" and abs(metrics[name] - expected) > limit:
+                what = f'the evaluation after step {number} gives "{name}" as {metrics[name]:.7g}'
+                return self._line(layout, f"{what}, {expected:.7g} on one process")
+        return None
+
+    def _line(self, layout: Layout, what: str) -> str:
         return (
-            f"{layout} does not give the result of one process: in step {number + 1}, {found[0].text}\n"
+            f"{layout} does not give the result of one process: {what}\n"
             "  likely cause: the first steps were the same; something begins later, or after an evaluation, such as "
             f"a hook, dropout or a schedule{f', or what follows from {self.keeps}' * bool(self.keeps)}\n"
             "  --check_steps 0 trains without this check"
@@ -78,6 +96,34 @@ class Rehearsal:
             return BF16["grad_norm" if key[0] == "norm" else ""]
         # A loss near 0 consists of rounding errors: its size in the first step is what counts.
         return LATER * max(1.0, _size(self.first, key) / max(_size(expected, key), 1e-30))
+
+
+def _may_evaluate(run: ReferenceRun) -> bool:
+    """Whether one process can take the evaluations of the run, too, within `MAX_SECONDS`, and restore what they
+    change."""
+    setup, plan, walk = run.setup, run.setup.plan, Walk()
+    functions = [setup.options.get(name) for name in ("summarize", "examples")]
+    passes = sum(-(-len(each) // plan.micro_batch_size) for each in setup.eval_sets.values())
+    # The run measures the metric of the best model once before the first step, and averages of weights are not kept.
+    is_other = plan.config.ema_decay or (plan.config.metric_for_best_model and any(functions))
+    if is_other or passes * run.seconds / plan.accumulation > MAX_SECONDS:
+        return False
+    walk.visit(functions)
+    return not walk.iterators and not walk.open
+
+
+def _evaluate(found: dict[int, Metrics]) -> Callable[[Engine, int], None]:
+    """A function that evaluates as the run does, and notes the metrics."""
+    ends = time.thread_time() + MAX_SECONDS
+
+    def evaluate(engine: Engine, number: int) -> None:
+        with unheard():
+            metrics = measure(engine, engine.setup.eval_sets, lambda: time.thread_time() > ends, number)
+        if metrics is None:
+            raise NotChecked("the evaluations take too long")
+        found[number] = metrics
+
+    return evaluate
 
 
 def _size(step: Step, key: Key) -> float:

@@ -14,7 +14,7 @@ from ..alone.kept import NotChecked
 from ..checkpoint.resume import Checkpoint
 from ..cpu_group import CpuGroup
 from ..data.batches import draws_for_batches
-from ..data.sets import Batch
+from ..data.sets import Batch, Metrics
 from ..errors import RunError, UsageError, annotate_errors, list_samples, needs_no_traceback
 from ..failure import line_of
 from ..package import is_own
@@ -61,8 +61,8 @@ class ParityCheck:
         self._setup = setup
         self._reference: Reference | None = None  # only the main process has one
         self._rehearsal: Rehearsal | None = None  # only the main process has one
-        self._rehearsed: list[int] = []  # numbers of the steps of the rehearsal
-        self._left: list[Any] | None = None  # the state before an evaluation
+        # Numbers of the steps of the rehearsal, and after how many steps it evaluates.
+        self._rehearsed: tuple[list[int], list[int]] = [], []
         self._error: str | None = None  # of one process
         self._block_sizes: dict[int, dict[PlaceInRow, tuple[int, ...]]] = {}  # of each step
         self._seconds = 0.0  # the time that the check took
@@ -100,7 +100,10 @@ class ParityCheck:
                 if (lines := not_repeated(self._reference)) is not None:
                     raise UsageError(lines)
                 self._rehearsal = Rehearsal.take(run, self._reference.steps[self.first])
-                self._rehearsed = [] if self._rehearsal is None else [*self._rehearsal.steps]
+                if self._rehearsal is not None:
+                    first = self._first_pass  # the run warns of what depends on the layout, as BatchNorm's averages do
+                    may_differ = first.moves or first.written or first.written_in_evaluation or first.mixes
+                    self._rehearsed = [*self._rehearsal.steps], [] if may_differ else [*self._rehearsal.evaluated]
                 self._block_sizes = {key: step.modules.block_sizes for key, step in self._reference.steps.items()}
             except (NotChecked, UsageError) as reason:
                 problem = reason
@@ -130,29 +133,14 @@ class ParityCheck:
         """`Engine.step` with the parity check. An error in a step gets its samples as a note. Raises UsageError if the
         result differs from one process, or if an error occurs only with several processes."""
         ids = lambda: torch.cat(self.plan.own_samples(number)).tolist()  # noqa: E731
-        if self._left is not None and any(self.group.all_gather(self._left != self._state())):
-            self.accelerator.print("an evaluation changed the model or the optimizer: later steps are not compared")
-            self._rehearsed = []
         with self.translating(number in self.numbers):
             try:
                 with annotate_errors(lambda: f"step {number + 1}, {list_samples(ids())}"):
-                    result = self._take_step(number, micro_batches, wants_norm)
-                    is_later_compared = max(self._rehearsed, default=0) > number
-                    self._left = self._state() if is_later_compared and self.plan.evaluates(number + 1) else None
-                    return result
+                    return self._take_step(number, micro_batches, wants_norm)
             except Exception as error:
                 if number == self.first and (mixed := mixed_types(error, self.engine.module, micro_batches[0])):
                     raise UsageError(mixed) from None
                 raise
-
-    def _state(self) -> list[Any]:
-        """What evaluations, which the rehearsal did not take, may change for the steps after them."""
-        groups = [
-            {name: value for name, value in group.items() if name not in ("params", "lr")}
-            for group in self.engine.optimizer.param_groups
-        ]
-        modes = [module.training for _, module in self.engine.running_modules()]
-        return [repr(groups), *modes, *map(int, self.engine.replicas.bits().values())]
 
     def _take_step(self, number: int, micro_batches: Sequence[Batch], wants_norm: bool) -> StepResult:
         if number in self.numbers:
@@ -160,7 +148,7 @@ class ParityCheck:
         if number == self.first:
             return self._observe_step(number, micro_batches)
         is_compared = number in self.after_saves.numbers
-        if number in self._rehearsed:
+        if number in self._rehearsed[0]:
             result = self._rehearse_step(number, micro_batches)
         else:
             result = self.engine.step(number, micro_batches, wants_norm or is_compared)
@@ -172,6 +160,11 @@ class ParityCheck:
         """`Engine.evaluate`. Raises UsageError if an error occurs only with several processes."""
         with self.translating(number in self.numbers):
             return self._evaluate(batch, number)
+
+    def compare_evaluation(self, number: int, metrics: Metrics) -> None:
+        """Raises UsageError in all processes if the evaluation after `number` steps differs from one process."""
+        if number in self._rehearsed[1]:
+            self._end_with(self._rehearsal and self._rehearsal.line_of_evaluation(metrics, self.layout, number))
 
     @contextmanager
     def translating(self, is_checked: bool = False) -> Iterator[None]:
@@ -234,11 +227,14 @@ class ParityCheck:
         """A later step of a rehearsal, compared with one process."""
         evaluates = "" if self._first_pass.moves or self._first_pass.written else "after"
         own, result = self._observer.step(self.engine, number, micro_batches, evaluates, modules=None)
-        steps, rehearsal = self.group.all_gather(own), self._rehearsal
-        line = None if rehearsal is None else rehearsal.line(steps, self.layout, number)
+        steps = self.group.all_gather(own)
+        self._end_with(self._rehearsal and self._rehearsal.line(steps, self.layout, number))
+        return result
+
+    def _end_with(self, line: Any) -> None:
+        """Raises UsageError in all processes if the main process has a line."""
         if line := self.group.broadcast(line):
             raise UsageError(line)
-        return result
 
     def _compare(self, number: int, own: Step, gradients: dict[str, Tensor]) -> None:
         """Raises UsageError in all processes if step `number` differs from one process."""

@@ -66,17 +66,19 @@ class ReferenceRun:
         change: Callable[[nn.Module], Any] | None = None,
         compares: FirstPass | None = None,
         first: int | None = None,
+        evaluate: Callable[[Engine, int], Any] | None = None,
     ) -> dict[int, Step]:
         """Takes the steps with these numbers, after the steps from `first` on; `change` may first change weights; then
-        `compares` halves of a micro-batch. Restores model, optimizer and all that the recipe's functions refer to.
-        Raises NotChecked if the steps would take more than a minute, or a signal asks the run to stop; UsageError if
-        `forward_step` advances an iterator."""
+        `compares` halves of a micro-batch. `evaluate` takes the evaluations between them, after a number of steps.
+        Restores model, optimizer and all that the recipe's functions refer to. Raises NotChecked if the steps would
+        take more than a minute, or a signal asks the run to stop; UsageError if `forward_step` advances an iterator."""
         setup, every = self.setup, range(numbers[0] if first is None else first, numbers[-1] + 1)
         config = copy.copy(setup.plan.config)
         config.num_workers, config.ema_decay, config.compile = 0, 0.0, False
         plan = replace(setup.plan.of_one_process(), config=config)
         device, model, optimizer = setup.accelerator.device, setup.model, setup.optimizer
-        functions = [each for each in (setup.forward_step, setup.batch_loss, plan.schedule) if each is not None]
+        of_evaluations = [setup.options.get(name) for name in ("summarize", "examples") if evaluate is not None]
+        functions = [setup.forward_step, setup.batch_loss, plan.schedule, *of_evaluations]
         observer = Observer(first_pass, setup.plan.layout)
         with (
             _threads_of_all(model, setup.plan.layout.environment.local_world_size),
@@ -111,7 +113,9 @@ class ReferenceRun:
                     self.is_low = self.is_low or modules.is_low
                 else:
                     engine.step(number, micro_batches, wants_norm=False)
-                if change is not None and plan.evaluates(number + 1):  # as in the run; what that changes later is noise
+                if evaluate is not None and plan.evaluates(number + 1):
+                    evaluate(engine, number + 1)
+                elif change is not None and plan.evaluates(number + 1):  # what that changes later is noise
                     with one_pass(model, micro_batches[0]) as batch:
                         engine.evaluate(batch, number)
                 changes.step = number if number > every[0] else None  # a first step is 0, as other numbers are
@@ -215,15 +219,15 @@ class Perturbed:
     start: dict[str, Sketch]  # {name: weight at their start}
 
     @classmethod
-    def take(cls, run: ReferenceRun, numbers: Sequence[int], roundings: int, first: int | None = None) -> "Perturbed":
-        """Takes these steps, after the steps from `first` on, from weights perturbed by `roundings` rounding errors."""
+    def take(cls, run: ReferenceRun, numbers: Sequence[int], roundings: int, **options: Any) -> "Perturbed":
+        """Takes these steps from weights perturbed by `roundings` rounding errors, with `options` of `steps`."""
         start: dict[str, Sketch] = {}
 
         def change(model: nn.Module) -> None:
             perturb(model, roundings, run.is_low)
             start.update(sketches(model, run.rounds_weights))
 
-        return cls(run.steps(numbers, None, change, first=first), start)
+        return cls(run.steps(numbers, None, change, **options), start)
 
 
 @torch.no_grad()

@@ -98,7 +98,11 @@ DRAWN: dict[tuple[str, str], str | None] = {
     ("model padded_encoder --optimizer sgd", "ddp"): None,
     ("model padded_encoder --optimizer sgd", "tensor_parallel"): None,
     ("model padded_encoder --optimizer sgd", "deepspeed_zero3"): None,
-    ("model softmax_between", "tensor_parallel"): "first difference: blocks.0",
+    **{("model renames_what_it_saves", config): None for config in ("fsdp2", "pipeline_parallel")},
+    (
+        "model softmax_between",
+        "tensor_parallel",
+    ): "in step 1 a pass computes blocks.0.down of _softmax[-1](blocks.0.up), and",
     ("model noise_between", "tensor_parallel"): "something between two layers of the tp_plan draws random numbers",
     ("model no_noise_yet_between", "tensor_parallel"): "of the tp_plan draws random numbers (randn_like), and each",
     ("model gradients_clamped_by_hooks", "fsdp2"): None,

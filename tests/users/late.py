@@ -41,6 +41,8 @@ def other_units(wide: Tensor, what: str) -> Tensor:
         wide[..., 12 if is_late() else 32 :] = 0
     if what == "rolled":
         wide = wide.roll(3 if is_late() else 0, -1)
+    if what == "mean_of_units":  # from the first step on, then without effect
+        return wide - (0.5 if is_late() else 0.0) * wide.mean(-1, keepdim=True)
     return wide * torch.linspace(1, 0.2, wide.shape[-1]) if what == "ramp" and is_late() else wide
 
 
@@ -87,6 +89,8 @@ class LateNet(nn.Module):
 
     def __init__(self, what: str):
         super().__init__()
+        self.temperature = 1.0  # of evaluations
+        self.register_buffer("total", torch.zeros(()))  # of an evaluation, as torchmetrics has it
         self.what, self.stem, self.head = what, nn.Linear(WIDTH, 16), nn.Linear(16, 1)
         self.blocks = nn.ModuleList(SavesItself() if what == "saves_itself" else Block() for _ in range(4))
 
@@ -110,7 +114,10 @@ class LateNet(nn.Module):
         if what in ("activity", "size"):
             name = "activity" if what == "activity" else "size"
             self.penalty = sum(getattr(block, name) for block in self.blocks)
-        return self.head(hidden).squeeze(-1) + 0.1 * self.penalty
+        output = self.head(hidden).squeeze(-1) + 0.1 * self.penalty
+        if self.what == "total" and not self.training:
+            self.total += output.mean()
+        return output if self.training else output * self.temperature
 
 
 def change_once(model: Any, what: str) -> None:
@@ -169,6 +176,23 @@ def forward_step(model: Any, batch: Batch, step: int, whole: nn.Module, captured
 def note(means: dict[str, float]) -> dict[str, float]:
     NOW.setdefault("losses", []).append(means["loss"])
     return means
+
+
+def set_temperature(means: dict[str, float], model: nn.Module) -> dict[str, float]:
+    """A number that the next evaluations use."""
+    model.temperature = 1 + 0.1 * means["loss"]
+    return means
+
+
+def read_total(means: dict[str, float], model: nn.Module) -> dict[str, float]:
+    total = float(model.total)
+    model.total.zero_()
+    return means | {"total": total}
+
+
+def only_largest(module: Any, args: Any, output: Tensor) -> Tensor:
+    """Keeps the largest units, from step 4 on."""
+    return output * (output >= output.topk(8, -1).values[..., -1:]) if is_late() else output
 
 
 def lower_momentum(means: dict[str, float], optimizer: Any) -> dict[str, float]:
@@ -260,6 +284,8 @@ def main(config: Config) -> None:
         optimizer.register_step_pre_hook(lambda *others: nn.utils.clip_grad_value_(model.parameters(), 0.05))
     masks, prunes = partial(mask_weights, model=model), partial(prune_once, model=model)
     after_step = {"masks": masks, "pruned": prunes, "groups": shrink_groups}
+    if config.what == "hook_of_units":
+        model.blocks[0].up.register_forward_hook(only_largest)
     if config.what in after_step:
         optimizer.register_step_post_hook(after_step[config.what])
     if config.what == "own_momentum":
@@ -269,11 +295,14 @@ def main(config: Config) -> None:
     values = partial(forward_step, whole=model, captured=[*model.parameters()])
     # As torch's ReduceLROnPlateau: evaluations, which all processes share, set the rate of later steps.
     follows: Any = {"summarize": note, "schedule": lambda step, *others: 0.5 ** len(NOW.get("losses", []))}
-    options = follows if config.what == "plateau" else {}
-    if config.what == "momentum":  # after each evaluation
-        options = {"summarize": partial(lower_momentum, optimizer=optimizer)}
-    if config.what == "head":
-        options = {"summarize": partial(shrink_head, model=model)}
+    after_evaluation: dict[str, Any] = {
+        "momentum": partial(lower_momentum, optimizer=optimizer),
+        "total": partial(read_total, model=model),
+        "temperature": partial(set_temperature, model=model),
+        "head": partial(shrink_head, model=model),
+    }
+    options = {"summarize": after_evaluation[config.what]} if config.what in after_evaluation else {}
+    options = follows if config.what == "plateau" else options
     fit(accelerator, model, optimizer, values, Samples(32, 1), Samples(11, 2), config, **options)
 
 
