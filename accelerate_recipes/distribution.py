@@ -3,7 +3,7 @@
 import csv
 import hashlib
 import io
-import re
+import os
 import zipfile
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
@@ -28,9 +28,11 @@ def files() -> dict[str, Path]:
 
 def _in(folder: Path) -> list[Path]:
     """The files below a folder, without the outputs of runs and Python's caches."""
-    left_out = re.compile(r"(.*/)?(__pycache__|outputs|[.][^/]*)(/.*)?")
-    found = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    return [path for name, path in found.items() if not left_out.fullmatch(name)]
+    found: list[Path] = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name not in ("__pycache__", "outputs") and name[0] != ".")
+        found += [Path(place, name) for name in sorted(names) if name[0] != "."]
+    return found
 
 
 def requirements(extra: str = "") -> list[str]:

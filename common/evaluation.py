@@ -3,10 +3,10 @@
 import json
 import math
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +33,16 @@ from .stopping.watch import Watch
 from .weights.on_disk import materialize
 
 
+class RunCheck(Protocol):
+    """What evaluations ask of the check of their run."""
+
+    def translating(self) -> AbstractContextManager[None]:
+        """A context for the recipe's `summarize` and `examples`."""
+
+    def compare_evaluation(self, number: int, metrics: Metrics) -> None:
+        """Raises UsageError if the evaluation after `number` steps differs from one process."""
+
+
 class Evaluation:
     """The evaluations of a run. Raises UsageError if evaluating a sample gives no `--metric_for_best_model`.
 
@@ -47,7 +57,7 @@ class Evaluation:
         metrics: the metrics of the last evaluation; empty before the first.
     """
 
-    def __init__(self, engine: Engine, state: TrainState, watch: Watch, check: Any = None):
+    def __init__(self, engine: Engine, state: TrainState, watch: Watch, check: "RunCheck | None" = None):
         eval_sets = engine.setup.eval_sets
         parts = [f"{len(part):,} for evaluation{f' ({name})' if name else ''}" for name, part in eval_sets.items()]
         say(f"{engine.plan.num_samples:,} training samples, {', '.join(parts)}")

@@ -91,21 +91,27 @@ def _run(setup: Setup, check_steps: int, why_not_checked: str | None) -> RunFact
     config, layout, last = plan.config, plan.layout, plan.num_steps - 1
     waits = cost(config.pipeline_schedule, layout.pp, plan.accumulation)
     steps = sorted({0, min(config.warmup_steps, last), last // 2, last})  # they show a schedule
-    names = "micro_batch_size", "accumulation", "num_steps", "steps_per_epoch", "num_samples"
-    same: dict[str, Any] = {name: getattr(plan, name) for name in names}
-    same |= {name: getattr(config, name) for name in ("batch_size", "save_every", "keep_checkpoints", "tf32")}
-    same |= {name: options.get(name) for name in ("flops_per_sample", "tokens_per_sample")}
     return RunFacts(
-        **same,
         layout=str(layout),
         num_processes=layout.num_processes,
         num_machines=layout.environment.num_machines,
         precision=layout.precision,
         data_parallel=layout.data_parallel_size,
+        batch_size=config.batch_size,
+        micro_batch_size=plan.micro_batch_size,
+        accumulation=plan.accumulation,
         stages=layout.pp,
         idle=waits.idle,
         live=max(waits.live),
+        num_steps=plan.num_steps,
+        steps_per_epoch=plan.steps_per_epoch,
+        num_samples=plan.num_samples,
+        save_every=config.save_every,
+        keep_checkpoints=config.keep_checkpoints,
         learning_rates={str(step): plan.factor_at(step) * config.learning_rate for step in steps},
+        tf32=config.tf32,
+        flops_per_sample=options.get("flops_per_sample"),
+        tokens_per_sample=options.get("tokens_per_sample"),
         check_steps=min(check_steps, plan.num_steps) if layout.num_processes > 1 else 0,
         longest_check=MAX_SECONDS,
         why_not_checked=why_not_checked,

@@ -104,10 +104,15 @@ class Replica(DistributedDataParallel):
     def __init__(self, module: nn.Module, *_: Any, find_unused_parameters: bool = False, **__: Any):
         nn.Module.__init__(self)
         self.module, self.sends, self.find_unused_parameters = module, True, find_unused_parameters
+        self._buckets: list[list[nn.Parameter]] = []
+        size = BUCKET
         # About the order in which gradients are ready.
-        weights: list[Tensor] = [weight for weight in reversed([*module.parameters()]) if weight.requires_grad]
-        numbers = dist._compute_bucket_assignment_by_size(weights, [BUCKET])[0]
-        self._buckets = [[weights[number] for number in bucket] for bucket in numbers]
+        for weight in reversed([weight for weight in module.parameters() if weight.requires_grad]):
+            if size >= BUCKET:
+                self._buckets.append([])
+                size = 0
+            self._buckets[-1].append(weight)
+            size += weight.nbytes
         self._missing = [len(bucket) for bucket in self._buckets]
         self._flat = [torch.empty(sum(weight.numel() for weight in bucket)) for bucket in self._buckets]
         for index, (bucket, flat) in enumerate(zip(self._buckets, self._flat)):

@@ -50,15 +50,17 @@ class Rehearsal:
         plan, number = run.setup.plan, run.numbers[0]
         later = {min(step, plan.num_steps - number) for step in STEPS} - {*range(plan.config.check_steps + 1)}
         numbers = [number + step - 1 for step in sorted(later) if run.seconds * step * 2 <= MAX_SECONDS]
+        if not numbers or run.setup.accelerator.device.type != "cpu":
+            return None
         before = [last for last in numbers if not any(map(plan.evaluates, range(number + 1, last + 1)))]
-        ways = ([(numbers, True)] if _may_evaluate(run) else []) + [(before, False)]
-        for chosen, evaluates in ways if run.setup.accelerator.device.type == "cpu" else ():
+        ways = ([(numbers, True)] if _may_evaluate(run) else []) + ([(before, False)] if before else [])
+        for chosen, evaluates in ways:
             evaluated, moved = dict[int, Metrics](), dict[int, Metrics]()
             own, other = (_evaluate(found) if evaluates else None for found in (evaluated, moved))
             # The run will show an error, with its samples. Weights on disk stay there, as in other processes.
             with suppress(Exception), with_full_weights(run.setup.model):
-                steps = run.steps(chosen, None, compares=run.first_pass, first=number, evaluate=own) if chosen else {}
-                again = Perturbed.take(run, chosen, ROUNDINGS[0], first=number, evaluate=other).steps if chosen else {}
+                steps = run.steps(chosen, None, compares=run.first_pass, first=number, evaluate=own)
+                again = Perturbed.take(run, chosen, ROUNDINGS[0], first=number, evaluate=other).steps
                 held = [*run.first_pass.written, *(run.changes.in_model if run.changes else ())][:2]
                 return cls(steps, again, evaluated, moved, first, run.is_low, " or ".join(held))
         return None

@@ -97,7 +97,10 @@ def _make_empty(folder: Path) -> None:
         folder.parent.mkdir()  # without parents: an output_dir that was removed stays removed
         flush(folder.parent.parent)
     for left in folder.parent.glob(f"{UNFINISHED}*"):  # left by a killed process
-        shutil.rmtree(left) if left.is_dir() else left.unlink()
+        if left.is_dir():
+            shutil.rmtree(left)
+        else:
+            left.unlink()
     folder.mkdir()
 
 

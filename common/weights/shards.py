@@ -60,8 +60,8 @@ def checkpoint_tensors(module: nn.Module) -> dict[str, Tensor]:
     """{name: parameter or buffer} that checkpoints and exports hold: all, or the trained ones of a module with a
     `peft_adapter`, whose other weights exist elsewhere."""
     with ExitStack() as stack:  # without the recipe's hooks, which may rename or convert what a user saves
-        for each in module.modules():
-            stack.enter_context(patch.dict(each._state_dict_hooks, clear=True))
+        for hooks in (each._state_dict_hooks for each in module.modules() if each._state_dict_hooks):
+            stack.enter_context(patch.dict(hooks, clear=True))
         state = module.state_dict(keep_vars=True)
     for name in [name for name, value in state.items() if not isinstance(value, Tensor)]:
         raise UsageError(f"{name} in the model's state_dict is not a tensor: use a buffer, not get_extra_state")
