@@ -229,6 +229,8 @@ def evaluate_set(
     sums = [(value.double() * weight).sum() for value in averaged.values()]
     *totals, total = torch.stack([*sums, weight.sum()]).tolist()
     means = of_sources({name: value / (total or math.nan) for name, value in zip(averaged, totals)})
+    if not total:
+        say("the evaluation has no means: the weights of all its samples are 0")
     kept = examples | metrics if keeps or batch_loss is not None else {}
     for name, whole in kept.items():
         if whole.ndim == 1:  # for sums over samples

@@ -21,6 +21,7 @@ from ..evaluation import measure
 from ..layout import Layout
 from ..records.running_sums import TOTAL_WEIGHT, RunningSums
 from ..step.engine import Engine, StepResult
+from ..step.guards import changing_sample, digest
 from ..weights.on_disk import with_full_weights
 from .compare import Key, step_gaps
 from .reference import ROUNDINGS, Perturbed, ReferenceRun
@@ -54,6 +55,7 @@ class Rehearsal:
             return None
         before = [last for last in numbers if not any(map(plan.evaluates, range(number + 1, last + 1)))]
         ways = ([(numbers, True)] if _may_evaluate(run) else []) + ([(before, False)] if before else [])
+        lasts, rehearsal = _last_samples(run), None
         for chosen, evaluates in ways:
             evaluated, moved = dict[int, Metrics](), dict[int, Metrics]()
             own, other = (_evaluate(found) if evaluates else None for found in (evaluated, moved))
@@ -62,8 +64,11 @@ class Rehearsal:
                 steps = run.steps(chosen, None, compares=run.first_pass, first=number, evaluate=own)
                 again = Perturbed.take(run, chosen, ROUNDINGS[0], first=number, evaluate=other).steps
                 held = [*run.first_pass.written, *(run.changes.in_model if run.changes else ())][:2]
-                return cls(steps, again, evaluated, moved, first, run.is_low, " or ".join(held))
-        return None
+                rehearsal = cls(steps, again, evaluated, moved, first, run.is_low, " or ".join(held))
+                break
+        if changed := lasts.items() - _last_samples(run).items():
+            raise changing_sample(min(changed)[0])
+        return rehearsal
 
     def line(self, steps: Sequence[Step], layout: Layout, number: int) -> str | None:
         """The line that ends a run whose step `number` differs from one process, or None. `steps`: of each process."""
@@ -112,6 +117,13 @@ def _may_evaluate(run: ReferenceRun) -> bool:
         return False
     walk.visit(functions)
     return not walk.iterators and not walk.open
+
+
+def _last_samples(run: ReferenceRun) -> dict[str, str]:
+    """Digests of the last sample of each evaluation set."""
+    places = {f"evaluation{f' {key}' * bool(key)}": len(each) - 1 for key, each in run.setup.eval_sets.items()}
+    each = zip(places.items(), run.setup.eval_sets.values())
+    return {f"sample {place} of the {kind} set": digest(eval_set, place) for (kind, place), eval_set in each}
 
 
 def _evaluate(found: dict[int, Metrics]) -> Callable[[Engine, int], None]:

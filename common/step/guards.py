@@ -177,15 +177,12 @@ def check_same_start(
     for kind, dataset in datasets.items():
         facts[f"the length of the {kind} set"] = str(len(dataset))
         for place in sorted({len(dataset) * part // 4 for part in range(4)}):
-            facts[f"sample {place} of the {kind} set"] = _digest(fetch(dataset, [place]))
-        if kind != "training" and facts[f"sample 0 of the {kind} set"] != _digest(fetch(dataset, [0])):
+            facts[f"sample {place} of the {kind} set"] = digest(dataset, place)
+        if kind != "training" and facts[f"sample 0 of the {kind} set"] != digest(dataset, 0):
             changing = kind
     digests, found = zip(*group.all_gather((hashlib.sha256(repr(facts).encode()).hexdigest(), changing)))
     for kind in filter(None, found):
-        raise UsageError(
-            f"sample 0 of the {kind} set changes when it is read again: draw from the generators of torch, numpy or "
-            "random, which are seeded for each sample, not from your own"
-        )
+        raise changing_sample(f"sample 0 of the {kind} set")
     if len(set(digests)) == 1:
         return
     first, *others = group.all_gather(facts)
@@ -197,12 +194,22 @@ def check_same_start(
             )
 
 
+def changing_sample(which: str) -> UsageError:
+    """The error for a sample that is different when it is read again."""
+    return UsageError(
+        f"{which} changes when it is read again: draw from the generators of torch, numpy or random, which are "
+        "seeded for each sample, not from your own, and count no readings"
+    )
+
+
 def _sample(tensor: Tensor) -> str:
     """Shape, dtype and up to 64 evenly spaced elements, as text."""
     flat = tensor.detach().flatten()
     return f"{tuple(tensor.shape)} {tensor.dtype} {flat[:: max(1, flat.numel() // 64)][:64].tolist()}"
 
 
-def _digest(batch: Batch) -> str:
+def digest(dataset: MapDataset, place: int) -> str:
+    """A digest of a sample, which reads it."""
+    batch = fetch(dataset, [place])
     text = repr({name: _sample(value) if isinstance(value, Tensor) else value for name, value in batch.items()})
     return hashlib.sha256(text.encode()).hexdigest()

@@ -328,6 +328,7 @@ def test_check_that_is_off_lets_a_wrong_run_through(tmp_path: Path, reference: C
 DRAWS = "tests/scripts/draws.py"
 DRAWS_REFUSED = {
     "evaluation": "sample 0 of the evaluation set changes when it is read again: draw from",
+    "readings": "sample 19 of the evaluation set changes when it is read again: draw from",
     "shuffled_evaluation": "of the evaluation set than process 0: build the same model and data in each process",
     "weight": "the forward pass creates the weight gain, which neither the optimizer nor another process has: make "
     "it in",
@@ -340,6 +341,7 @@ DRAWS_REFUSED = {
         ("summarize", "ddp"),
         ("schedule", "ddp"),
         ("evaluation", "ddp"),
+        ("readings", "ddp"),
         ("shuffled_evaluation", "ddp"),
         ("weight", "fsdp2"),
         *(pytest.param(where, "deepspeed_zero3", marks=pytest.mark.full) for where in ("summarize", "schedule")),

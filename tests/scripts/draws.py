@@ -15,7 +15,7 @@ from accelerate_recipes.common.data import Batch
 
 @dataclass(kw_only=True)
 class Config(RunConfig):
-    where: Literal["summarize", "schedule", "evaluation", "shuffled_evaluation", "weight"] = flag(
+    where: Literal["summarize", "schedule", "evaluation", "shuffled_evaluation", "readings", "weight"] = flag(
         "summarize", "what is unusual"
     )
     max_steps: int | None = 6
@@ -26,10 +26,12 @@ class Config(RunConfig):
 
 
 class Rows:
-    """Random rows; an evaluation may draw them anew, or have them in another order in each process."""
+    """Random rows; an evaluation may draw them anew, change them at the fourth reading, or have them in another order
+    in each process."""
 
     def __init__(self, size: int, where: str):
         self.rows, self.where = torch.randn(size, 8, generator=torch.Generator().manual_seed(1)), where
+        self.num_read = [0] * size
         self.generator = torch.Generator().manual_seed(0)
         if where == "shuffled_evaluation":
             self.rows[1:] = self.rows[1:][torch.from_numpy(numpy.random.default_rng().permutation(size - 1))]
@@ -39,7 +41,9 @@ class Rows:
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         noise = torch.randn(8, generator=self.generator) if self.where == "evaluation" else 0
-        return {"x": self.rows[index] + noise}
+        self.num_read[index] += 1
+        changes = self.where == "readings" and self.num_read[index] > 3
+        return {"x": self.rows[index] * (1.5 if changes else 1) + noise}
 
 
 class Net(nn.Module):

@@ -213,13 +213,14 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a size without numbers": (lambda it: it["images"][0].update(width="wide"), "is not COCO's JSON .could not"),
     "an unknown image": (lambda it: it["annotations"][1].update(image_id=8), "is not COCO's JSON .8 is missing"),
     "images without names": (lambda it: it["images"][1].pop("file_name"), "is not COCO's JSON .'file_name' is missing"),
-    "an image twice": (lambda it: it["images"][1].update(id=0), "is not COCO's JSON .an id occurs twice"),
+    "an image twice": (lambda it: it["images"][1].update(id=0), "is not COCO's JSON .an id or a category"),
     "a file twice": (
         lambda it: it["images"][1].update(file_name="0.png"),
         "names .*0.png twice: put its boxes into one",
     ),
     "no name": (lambda it: it["categories"][1].update(name=None), "COCO's JSON .an id .*, or a category has no name"),
-    "a class twice": (lambda it: it["categories"][1].update(id=CATS[0]["id"]), "COCO's JSON .an id occurs twice"),
+    "a class twice": (lambda it: it["categories"][1].update(id=CATS[0]["id"]), "COCO's JSON .an id or a category"),
+    "a class's name twice": (lambda it: it["categories"][1].update(name=CATS[0]["name"]), "a category's name occurs"),
     "no classes": (lambda it: it.update(categories=3), "is not COCO's JSON"),
     "outside": (
         lambda it: it["annotations"][0].update(bbox=[50, 0, 3, 4]),

@@ -14,7 +14,13 @@ import torch
 
 from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.tasks.audio.characters import ErrorRates, tokenizer_of_texts
-from accelerate_recipes.common.tasks.audio.recordings import Recordings, load_recordings, open_recording, resample
+from accelerate_recipes.common.tasks.audio.recordings import (
+    Recordings,
+    check_padding,
+    load_recordings,
+    open_recording,
+    resample,
+)
 from accelerate_recipes.common.tasks.reading.labelled import Labelled
 from support.audio import LETTERS, RATE, tones, write_wav2vec2
 
@@ -230,6 +236,17 @@ def test_formats_rates_and_channels(tmp_path: Path, form: str, rate: int) -> Non
 def test_the_rate_of_the_model_changes_nothing(tmp_path: Path) -> None:
     soundfile.write(tmp_path / "a.wav", wave := sine(RATE), RATE, subtype="FLOAT")
     assert (resample(open_recording(str(tmp_path / "a.wav"), ""), RATE) == wave).all()
+
+
+@pytest.mark.filterwarnings("ignore:.*:RuntimeWarning")
+def test_a_feature_extractor_without_a_rate(tmp_path: Path) -> None:
+    import transformers as hf
+
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    shape |= {"conv_dim": (8,), "conv_kernel": (4,), "conv_stride": (2,)}
+    model = hf.Wav2Vec2ForCTC(hf.Wav2Vec2Config(**shape, vocab_size=5))
+    with pytest.raises(UsageError, match=r"Wav2Vec2ForCTC cannot take the smallest input .*preprocessor_config.json"):
+        check_padding(model, hf.Wav2Vec2FeatureExtractor(sampling_rate=0))
 
 
 def test_no_recordings(tmp_path: Path) -> None:

@@ -30,6 +30,10 @@ from transformers import (
     MambaForCausalLM,
     MBart50Tokenizer,
     PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
     ViTImageProcessor,
     XLNetConfig,
     XLNetForSequenceClassification,
@@ -211,11 +215,20 @@ def test_languages_and_lengths_of_a_translator(source: str, target: str, most: i
     tokenizer = MBart50Tokenizer(vocab=[(token, -1.0) for token in tokens])
     tokenizer.src_lang, tokenizer.tgt_lang = source, target
     model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=8, decoder_start_token_id=2))
+    model.get_input_embeddings = lambda: torch.nn.Embedding(60, 1)
     if line is None:
         assert len(Translations([("red", "rot")] * 2, tokenizer, model, "", 8, most)) == 2
         return
     with pytest.raises(UsageError, match=re.escape(line)):
         Translations([("red", "rot")] * 2, tokenizer, model, "", 8, most)
+
+
+@pytest.mark.parametrize("first", [None, -1, 999])
+def test_a_first_token_that_an_encoder_decoder_does_not_know(first: int | None) -> None:
+    tokenizer, shape = byte_tokenizer(), {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    model = T5ForConditionalGeneration(T5Config(vocab_size=300, **shape, decoder_start_token_id=first))
+    with pytest.raises(UsageError, match=f"config.json has decoder_start_token_id {first}: expected a token that"):
+        Translations([("red", "rot")] * 2, tokenizer, model, "", 8, 8)
 
 
 def test_a_language_for_a_tokenizer_that_has_none() -> None:
@@ -378,8 +391,15 @@ def test_what_the_forward_pass_does_not_use_is_frozen() -> None:
     freeze_unused(model, pixel_values=torch.zeros(1, 3, 16, 16))
     frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
     assert frozen == ["dinov2.embeddings.mask_token"]
-    freeze_unused(model, input_ids=torch.zeros(1, 4, dtype=torch.long))  # which it does not take
-    assert [name for name, weight in model.named_parameters() if not weight.requires_grad] == frozen
+
+
+def test_a_model_that_takes_no_image_of_its_size() -> None:
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+    model = ViTForImageClassification(ViTConfig(**shape))
+    model.name_or_path = "a/vit"
+    line = "--model_name_or_path a/vit: ViTForImageClassification cannot take the smallest input (Input image size"
+    with pytest.raises(UsageError, match=re.escape(line)):
+        freeze_unused(model, pixel_values=torch.zeros(1, 3, 24, 24))
 
 
 def test_attention_gets_a_mask_with_and_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:

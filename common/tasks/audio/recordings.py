@@ -15,6 +15,7 @@ from ...data.collate import pad_to_longest
 from ...data.facts import say
 from ...errors import UsageError, first_line
 from ...weights.on_disk import with_full_weights
+from ..models.pretrained import must_take
 from ..reading.labelled import Labelled, say_classes, with_same_classes
 from ..reading.labelled_images import ImageFiles, Media, files_in, read_folder
 from ..reading.sources import TABLES, hold_out, is_saved, load_tables, split_of
@@ -94,11 +95,11 @@ def freeze_reader(model: Any) -> None:
 @torch.no_grad()
 def check_padding(model: Any, extractor: Any) -> None:
     """Raises UsageError if padding changes a model's output for a recording, as with a mean over all of its frames."""
-    name, rate = extractor.model_input_names[0], extractor.sampling_rate
+    name, rate, collate = extractor.model_input_names[0], extractor.sampling_rate, pad_to_longest()
     noise = torch.randn(2 * rate, generator=torch.Generator().manual_seed(0)).numpy()
-    short, long = (extractor(noise[:end], sampling_rate=rate, return_tensors="pt")[name][0] for end in (rate, 2 * rate))
-    collate = pad_to_longest()
-    with with_full_weights(model.eval()):
+    with must_take(model), with_full_weights(model.eval()):
+        parts = noise[:rate], noise
+        short, long = (extractor(part, sampling_rate=rate, return_tensors="pt")[name][0] for part in parts)
         alone, both = (model(**collate([{name: each} for each in batch])).logits for batch in ([short], [short, long]))
     if not torch.allclose(alone[0], both[0, : alone.shape[1]], 1e-3, 1e-5):
         raise UsageError(f"padding changes the result of {type(model).__name__}: use another, or --micro_batch_size 1")

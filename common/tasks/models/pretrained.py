@@ -337,14 +337,25 @@ def _left_on_disk(model: PreTrainedModel, folder: WeightFiles) -> bool:
 
 def freeze_unused(model: PreTrainedModel, **inputs: Tensor) -> None:
     """Freezes weights on which the first output for these inputs does not depend: DDP and FSDP2 wait for a gradient of
-    each. Does not change large models, or models that do not take the inputs: the run will say so."""
+    each. Does not change large models. Raises UsageError if the model cannot take the inputs."""
     if model.num_parameters() > LARGE:  # the copy reads weights that may be on disk
         return
-    with suppress(Exception):
-        copied = copy.deepcopy(model).eval()
+    copied = copy.deepcopy(model).eval()
+    with must_take(model):
         used = leaves_of(graph_of([copied(**inputs)[0]]))
-        for name in [name for name, weight in copied.named_parameters() if used and weight not in used]:
-            model.get_parameter(name).requires_grad_(False)
+    for name in [name for name, weight in copied.named_parameters() if used and weight not in used]:
+        model.get_parameter(name).requires_grad_(False)
+
+
+@contextmanager
+def must_take(model: PreTrainedModel) -> Iterator[None]:
+    """Raises UsageError if the `with` block raises an error: it gives the model the smallest input of its task."""
+    try:
+        yield
+    except Exception as error:
+        advice = "correct its config.json and preprocessor_config.json, or use another model"
+        what = f"{type(model).__name__} cannot take the smallest input ({first_line(error)}): {advice}"
+        raise UsageError(f"--model_name_or_path {model.name_or_path}: {what}") from None
 
 
 @contextmanager

@@ -52,10 +52,16 @@ class Translations(ListDataset):
         self.targets, self.samples = [pairs[row][1].strip() for row in kept], []
         for row in kept:
             source, labels = (torch.tensor(each["input_ids"][row]) for each in (sources, targets))
-            if hasattr(model, "prepare_decoder_input_ids_from_labels"):
-                begun = model.prepare_decoder_input_ids_from_labels(labels=labels[None])[0]
-            else:  # M2M100 and NLLB, for example
-                begun = F.pad(labels[:-1], (1, 0), value=model.config.decoder_start_token_id)
+            try:
+                if hasattr(model, "prepare_decoder_input_ids_from_labels"):
+                    begun = model.prepare_decoder_input_ids_from_labels(labels=labels[None])[0]
+                else:  # M2M100 and NLLB, for example
+                    begun = F.pad(labels[:-1], (1, 0), value=model.config.decoder_start_token_id)
+                if not 0 <= begun[0] < model.get_input_embeddings().num_embeddings:
+                    raise ValueError
+            except (ValueError, TypeError):
+                first = f"decoder_start_token_id {model.config.decoder_start_token_id}"
+                raise UsageError(f"the model's config.json has {first}: expected a token that it knows") from None
             sample = {"input_ids": source, "decoder_input_ids": begun, "labels": labels, "weight": float(len(labels))}
             self.samples.append(sample)
 

@@ -181,8 +181,8 @@ def _read_table(path: Path, objects_column: str) -> tuple[Iterable[Any], Iterabl
             return None
         files, kinds = {image["id"]: image["file_name"] for image in content["images"]}, content["categories"]
         names = {each["id"]: text_of_cell(each["name"]) for each in kinds}
-        if len(files) < len(content["images"]) or len(names) < len(kinds) or not all(names.values()):
-            raise ValueError("an id occurs twice, or a category has no name")
+        if len(files) < len(content["images"]) or len({*names.values()}) < len(kinds) or not all(names.values()):
+            raise ValueError("an id or a category's name occurs twice, or a category has no name")
         objects: dict[Any, list[Any]] = {number: [] for number in files}
         for each in content["annotations"]:
             objects[each["image_id"]].append(each)
