@@ -67,7 +67,7 @@ class Rehearsal:
                 rehearsal = cls(steps, again, evaluated, moved, first, run.is_low, " or ".join(held))
                 break
         if changed := lasts.items() - _last_samples(run).items():
-            raise changing_sample(min(changed)[0])
+            raise UsageError(changing_sample(min(changed)[0]))
         return rehearsal
 
     def line(self, steps: Sequence[Step], layout: Layout, number: int) -> str | None:

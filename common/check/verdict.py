@@ -6,6 +6,7 @@ from typing import Any
 from ..alone.kept import Changes
 from ..layout import Layout
 from ..parallel.strategies import main_strategy, strategies_of
+from ..step.guards import changing_sample
 from ..step.setup import Setup
 from .compare import Gap, Key
 from .first_difference import FirstDifference
@@ -80,10 +81,7 @@ def _cause_in_a_sample(steps: Sequence[Step], expected: Step) -> str | None:
         for name, sums in batch.items():
             for sample, here, there in zip(expected.ids[row], sums, expected.samples[row].get(name, [])):
                 if here != there:
-                    return (
-                        f'"{name}" of sample {sample} changes when it is read again: draw from the generators of '
-                        "torch, numpy or random, which are seeded for each sample, not from your own"
-                    )
+                    return changing_sample(f'"{name}" of sample {sample}')
     return None
 
 
@@ -106,8 +104,9 @@ def _causes_in_the_recipe(
         f"forward_step or the model has its own random generator, {generator}: draw from those of torch, numpy or "
         "random, which are seeded for each micro-batch": changes.generators,
         f"{asks} over the samples of all processes": asked,
-        f"forward_step or a layer changes {kept} when it is called, and each process calls it less often than a single "
-        "process: give forward_step a third argument, step, the number of the optimizer step": first.keeps,
+        f"forward_step, a layer or a hook changes {kept}; each process calls it less often than a single process, and "
+        "a pipeline has its own copies of layers: give forward_step a third argument, step, the number of the "
+        "optimizer step": first.keeps,
         f"{one} and {other} share their data, but are two tensors, and the config separates them: make them one "
         "tensor, as in b.weight = a.weight": one,
         f"the weights are {first.low_weights}, and each update is rounded to few bits: make them "

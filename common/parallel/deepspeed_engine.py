@@ -35,7 +35,8 @@ class _NotByElement(TorchFunctionMode):
         size = given.numel() if isinstance(given, Tensor) else 0
         is_by_element = all(each.numel() == size if isinstance(each, Tensor) else each is None for each in made)
         if size in self._sizes and not is_by_element and not isinstance(result, bool):
-            self.names.add(getattr(function, "__name__", str(function)))
+            name = getattr(function, "__name__", str(function))
+            self.names.add(function.__self__.__name__ if name == "__get__" else name)  # such as shape
         return result
 
 
@@ -141,7 +142,7 @@ class DeepSpeedEngine(Engine):
         self._not_by_element = found.names if self._not_by_element is None else self._not_by_element
         for name in sorted(found.names - self._not_by_element):
             raise UsageError(
-                f"the optimizer, or a hook of its step, begins to call {name} on a tensor in which "
+                f"the optimizer, or a hook of its step, begins to use {name} of a tensor in which "
                 f"{self.plan.layout} has parts of several weights; use --config_file accelerate_configs/ddp.yaml"
             )
         return result

@@ -20,7 +20,9 @@ def freeze_what_is_not_trained(
     accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
     """Freezes the weights that the optimizer was not given: otherwise their gradients accumulate and count in the
-    clipping norm. Prints what is frozen. Returns the numbers of weights, for the run card."""
+    clipping norm. Drops gradients from before `fit`, of which each config would keep a different part. Prints what is
+    frozen. Returns the numbers of weights, for the run card."""
+    model.zero_grad()
     given = {weight for group in optimizer.param_groups for weight in group["params"]}
     weights = list(model.parameters())
     frozen = {weight for weight in weights if not weight.requires_grad}
@@ -182,7 +184,7 @@ def check_same_start(
             changing = kind
     digests, found = zip(*group.all_gather((hashlib.sha256(repr(facts).encode()).hexdigest(), changing)))
     for kind in filter(None, found):
-        raise changing_sample(f"sample 0 of the {kind} set")
+        raise UsageError(changing_sample(f"sample 0 of the {kind} set"))
     if len(set(digests)) == 1:
         return
     first, *others = group.all_gather(facts)
@@ -194,9 +196,9 @@ def check_same_start(
             )
 
 
-def changing_sample(which: str) -> UsageError:
-    """The error for a sample that is different when it is read again."""
-    return UsageError(
+def changing_sample(which: str) -> str:
+    """The line about a sample that is different when it is read again."""
+    return (
         f"{which} changes when it is read again: draw from the generators of torch, numpy or random, which are "
         "seeded for each sample, not from your own, and count no readings"
     )

@@ -80,7 +80,7 @@ BEGINS: dict[tuple[str, str], str | None] = {
     (
         "norm_in_step",
         "deepspeed_zero2",
-    ): "begins to call norm on a tensor in which DeepSpeed ZeRO-2 has parts of several weights",
+    ): "begins to use norm of a tensor in which DeepSpeed ZeRO-2 has parts of several weights",
     ("norm_in_step", "fsdp2"): "from a tensor that is divided among processes: call .full_tensor() first",
     ("number", "pipeline_parallel"): "branches on blocks.0.up.weight",
     ("norm_in_a_hook", "pipeline_parallel"): OTHER,

@@ -281,6 +281,13 @@ def scripted() -> nn.Module:
     return model
 
 
+def with_gradients() -> nn.Module:
+    """As after a pass that found a batch size, or a scale for the weights."""
+    model = Net()
+    model(torch.ones(2, WIDTH)).square().mean().backward()
+    return model
+
+
 def old_spectral_norm() -> nn.Module:
     """It cannot be copied by deepcopy."""
     model = Net()
@@ -358,6 +365,7 @@ HABITS: dict[str, Callable[[], nn.Module]] = {
     "gradients_doubled_by_hooks": lambda: hooked(lambda gradient: 2 * gradient),
     "weights_that_share_memory": shared_data,
     "scripted": scripted,
+    "with_gradients": with_gradients,
     "extra_state": WithExtraState,
     "old_spectral_norm": old_spectral_norm,
     "transposed_weight": strided,
