@@ -34,13 +34,10 @@ from .weights.on_disk import materialize
 
 
 class RunCheck(Protocol):
-    """What evaluations ask of the check of their run."""
+    """What evaluations ask of the check of their run: two methods of `ParityCheck`."""
 
-    def translating(self) -> AbstractContextManager[None]:
-        """A context for the recipe's `summarize` and `examples`."""
-
-    def compare_evaluation(self, number: int, metrics: Metrics) -> None:
-        """Raises UsageError if the evaluation after `number` steps differs from one process."""
+    def translating(self) -> AbstractContextManager[None]: ...
+    def compare_evaluation(self, number: int, metrics: Metrics) -> None: ...
 
 
 class Evaluation:

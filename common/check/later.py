@@ -74,17 +74,19 @@ class Rehearsal:
         """The line that ends a run whose step `number` differs from one process, or None. `steps`: of each process."""
         expected = self.steps[number]
         floors = step_gaps(self.moved[number], expected)
-        limits = {key: max(self._tolerance(key, expected), TRAJECTORY_TIMES_FLOOR * floors[key].size) for key in floors}
+        # By chance, one of the values moves little.
+        limit = TRAJECTORY_TIMES_FLOOR * max(floors[key].size for key in COMPARED if key in floors)
+        limits = {key: max(self._tolerance(key, expected), limit) for key in COMPARED}
         each = (step_gaps(step, expected, rank) for rank, step in enumerate(steps))
         found = [gaps[key] for gaps in each for key in COMPARED if key in gaps and not gaps[key].size <= limits[key]]
         return self._line(layout, f"in step {number + 1}, {found[0].text}") if found else None
 
     def line_of_evaluation(self, metrics: Metrics, layout: Layout, number: int) -> str | None:
         """The same for the losses of the evaluation after `number` steps."""
-        size, moved = _size(self.first, ("value", "loss")), self.moved_evaluated[number]
+        size, share = _size(self.first, ("value", "loss")), BF16[""] if self.is_low else LATER
         for name, expected in self.evaluated[number].items():
-            tolerance = LATER if not self.is_low else BF16[""]
-            limit = tolerance * max(size, abs(expected)) + TRAJECTORY_TIMES_FLOOR * abs(moved[name] - expected)
+            floor = max(abs(self.moved_evaluated[each][name] - one[name]) for each, one in self.evaluated.items())
+            limit = share * max(size, abs(expected)) + TRAJECTORY_TIMES_FLOOR * floor
             if name.rpartition("/")[2] == "loss" and abs(metrics[name] - expected) > limit:
                 what = f'the evaluation after step {number} gives "{name}" as {metrics[name]:.7g}'
                 return self._line(layout, f"{what}, {expected:.7g} on one process")

@@ -209,7 +209,8 @@ class ParityCheck:
         engine, sizes = self.engine, self._block_sizes.get(number)
         modules = None if self.plan.config.compile or sizes is None else ModuleTrace(block_sizes=sizes)
         with gradients_of(engine._own_optimizer, lambda: engine.saved_tensors().items()) as gradients:
-            evaluates = "" if self._first_pass.moves else self._first_pass.evaluation_at(number, self.numbers)
+            first = self._first_pass
+            evaluates = "" if first.moves or first.keeps else first.evaluation_at(number, self.numbers)
             own, result = self._observer.step(engine, number, micro_batches, evaluates, modules)
         began = time.monotonic()
         self._compare(number, own, gradients)
@@ -225,7 +226,8 @@ class ParityCheck:
 
     def _rehearse_step(self, number: int, micro_batches: Sequence[Batch]) -> StepResult:
         """A later step of a rehearsal, compared with one process."""
-        evaluates = "" if self._first_pass.moves or self._first_pass.written else "after"
+        first = self._first_pass
+        evaluates = "after" * (not (first.moves or first.keeps or first.written))
         own, result = self._observer.step(self.engine, number, micro_batches, evaluates, modules=None)
         steps = self.group.all_gather(own)
         self._end_with(self._rehearsal and self._rehearsal.line(steps, self.layout, number))

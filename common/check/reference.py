@@ -278,7 +278,6 @@ def take_reference(run: ReferenceRun) -> Reference:
         raise NotChecked("one device has too little memory for the whole model") from None
     assert run.changes is not None
     first_pass.keeps += run.changes.names + run.changes.generators + run.changes.in_model * first_pass.moves
-    first_pass.moves |= bool(first_pass.keeps)
     first_pass.files = run.changes.files
     types = {str(weight.dtype).removeprefix("torch.") for weight in setup.model.parameters() if weight.requires_grad}
     low = first_pass.low_weights = ", ".join(types & {"bfloat16", "float16"})

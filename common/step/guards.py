@@ -20,7 +20,7 @@ def freeze_what_is_not_trained(
     accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
     """Freezes the weights that the optimizer was not given: otherwise their gradients accumulate and count in the
-    clipping norm. Drops gradients from before `fit`, of which each config would keep a different part. Prints what is
+    clipping norm. Drops gradients from before `fit`: each config would keep a different part of them. Prints what is
     frozen. Returns the numbers of weights, for the run card."""
     model.zero_grad()
     given = {weight for group in optimizer.param_groups for weight in group["params"]}

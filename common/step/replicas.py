@@ -112,8 +112,7 @@ class Replicas:
                 return (
                     f"process {number} has {other[name]:g} as {name} of the optimizer, process 0 has {first[name]:g}. "
                     "Likely cause: a schedule or a hook follows the loss of its own process: use step, which all share"
-                    "; or the optimizer uses all weights, and this process has a part: use --config_file "
-                    "accelerate_configs/ddp.yaml"
+                    "; or the optimizer needs all weights: use --config_file accelerate_configs/ddp.yaml"
                 )
         bits = group.all_gather({key: int(own[key[0]]) for keys in self.shared.values() for key in keys})
         for key in dict.fromkeys(key for own in bits for key in own):

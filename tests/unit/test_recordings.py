@@ -245,7 +245,7 @@ def test_a_feature_extractor_without_a_rate(tmp_path: Path) -> None:
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     shape |= {"conv_dim": (8,), "conv_kernel": (4,), "conv_stride": (2,)}
     model = hf.Wav2Vec2ForCTC(hf.Wav2Vec2Config(**shape, vocab_size=5))
-    with pytest.raises(UsageError, match=r"Wav2Vec2ForCTC cannot take the smallest input .*preprocessor_config.json"):
+    with pytest.raises(UsageError, match=r"cannot take the smallest input .*preprocessor_config.json"):
         check_padding(model, hf.Wav2Vec2FeatureExtractor(sampling_rate=0))
 
 

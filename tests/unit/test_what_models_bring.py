@@ -397,7 +397,7 @@ def test_a_model_that_takes_no_image_of_its_size() -> None:
     shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
     model = ViTForImageClassification(ViTConfig(**shape))
     model.name_or_path = "a/vit"
-    line = "--model_name_or_path a/vit: ViTForImageClassification cannot take the smallest input (Input image size"
+    line = "--model_name_or_path a/vit cannot take the smallest input (Input image size"
     with pytest.raises(UsageError, match=re.escape(line)):
         freeze_unused(model, pixel_values=torch.zeros(1, 3, 24, 24))
 

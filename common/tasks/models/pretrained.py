@@ -353,9 +353,8 @@ def must_take(model: PreTrainedModel) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        advice = "correct its config.json and preprocessor_config.json, or use another model"
-        what = f"{type(model).__name__} cannot take the smallest input ({first_line(error)}): {advice}"
-        raise UsageError(f"--model_name_or_path {model.name_or_path}: {what}") from None
+        what = f"--model_name_or_path {model.name_or_path} cannot take the smallest input ({first_line(error)})"
+        raise UsageError(f"{what}: correct its config.json and preprocessor_config.json, or use another") from None
 
 
 @contextmanager
