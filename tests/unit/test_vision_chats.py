@@ -9,14 +9,16 @@ import numpy
 import pytest
 import torch
 from PIL import Image
+from transformers import AutoModelForImageTextToText
 
 from accelerate_recipes.common.errors import UsageError
+from accelerate_recipes.common.tasks.chat.chat_models import ChatFlags, load_chat_model, small_chat_model
 from accelerate_recipes.common.tasks.chat.vision_batches import VisionEncoder, unpad
 from accelerate_recipes.common.tasks.chat.vision_chats import _open, load_vision_chats, shapes, with_parts
 from accelerate_recipes.common.tasks.models.causal_lm import IGNORED, with_losses
 from accelerate_recipes.common.tasks.reading.image_decoding import Opener
 from recipes.vision_language import freeze_idle, freeze_named
-from support.vision_models import FAMILIES, made
+from support.vision_models import FAMILIES, made, write
 
 SIZES = ((20, 30), (40, 17), (16, 16), (33, 64))
 
@@ -103,6 +105,46 @@ def test_a_processor_that_pads_in_another_way_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr(type(processor), "__call__", other)
     with pytest.raises(UsageError, match="LlavaProcessor pads pixel_values in its own way"):
         VisionEncoder(processor, model.config.image_token_id, 400)
+
+
+def load(folder: Path) -> Any:
+    """The model and the processor in a folder, as the recipe loads them."""
+    config = ChatFlags(model_name_or_path=str(folder), max_length=400)
+    return load_chat_model(config, small_chat_model, AutoModelForImageTextToText)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_take_what_their_processors_make(tmp_path: Path, family: str) -> None:
+    model, processor = load(write(family, tmp_path))
+    assert type(model).__name__ == type(made(family)[0]).__name__ and hasattr(processor, "image_processor")
+
+
+SQUARE = {"height": 9, "width": 9}
+
+
+@pytest.mark.parametrize(
+    ("file", "settings", "line"),
+    [
+        *(("config.json", {"image_token_index": number}, "image tokens do not match") for number in (65, 9999)),
+        ("config.json", {"vision_feature_layer": -9}, "tuple index out of range"),
+        ("processor_config.json", {"patch_size": 3}, "image tokens do not match"),
+        (
+            "processor_config.json",
+            {"image_processor": {"crop_size": SQUARE}},
+            r"Input image size \(9\*9\) doesn't match",
+        ),
+    ],
+)
+def test_a_model_and_a_processor_that_do_not_match_are_refused(
+    tmp_path: Path, file: str, settings: dict[str, Any], line: str
+) -> None:
+    path = write("llava", tmp_path) / file
+    content = json.loads(path.read_text())
+    if "image_processor" in settings:
+        settings = {"image_processor": content["image_processor"] | settings["image_processor"]}
+    path.write_text(json.dumps(content | settings))
+    with pytest.raises(UsageError, match=f"--model_name_or_path {tmp_path}: Llava.*smallest input .*{line}"):
+        load(tmp_path)
 
 
 def test_tokens_are_cut_but_never_images() -> None:

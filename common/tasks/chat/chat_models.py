@@ -15,9 +15,10 @@ from ...seeds import CPU, restore_generators
 from ...weights.on_disk import materialize
 from ..models.causal_lm import checkpoint_activations, load_pretrained, load_trained
 from ..models.lora import LoraFlags, base_of, naming_base
-from ..models.pretrained import export_of, load, runnable, switch_off_dropout
+from ..models.pretrained import export_of, load, must_take, runnable, switch_off_dropout
 from ..models.tokenization import END, adds_special_tokens, byte_tokenizer, tokenizer_of
 from .conversations import Conversation, question, text_of
+from .vision_batches import VisionEncoder
 
 # <|user|> question, <|assistant|> answer, and a mark that ends each message.
 TEMPLATE = (
@@ -53,7 +54,8 @@ def load_chat_model(
     config: ChatFlags, small: Callable[[int, str], tuple[PreTrainedModel, Any]], kind: Any = AutoModelForCausalLM
 ) -> tuple[PreTrainedModel, Any]:
     """(the flags' pretrained model, of a kind as in `load_pretrained`, or one that `small` makes from `--max_length`
-    and `--attention`; its tokenizer or processor, with a template). Raises UsageError for wrong flags."""
+    and `--attention`; its tokenizer or processor, with a template). Raises UsageError for wrong flags, and for
+    a model that cannot take what its processor makes of an image."""
     limits = config.max_length, config.attention
     if (path := base_of(config, config.merge)) is None:
         model, tokenizer = small(*limits)
@@ -63,7 +65,12 @@ def load_chat_model(
             model, tokenizer = load_pretrained(path, *limits, "max_length", kind, *others)
     if config.activation_checkpointing:
         checkpoint_activations(model)
-    return model, with_chat_template(tokenizer, model)
+    with_chat_template(tokenizer, model)
+    if tokenizer_of(tokenizer) is not tokenizer:  # a processor
+        shown = VisionEncoder(tokenizer, model.config.image_token_id, config.max_length).shown
+        with must_take(model), runnable(model), torch.no_grad():
+            model(**shown, use_cache=False)
+    return model, tokenizer
 
 
 def with_chat_template(tokenizer: Any, model: PreTrainedModel) -> Any:
@@ -183,12 +190,11 @@ def answer(model: Any, tokenizer: Any, chats: Sequence[Conversation], max_length
 def write_answers(config: ChatFlags, tokenizer: Any, chats: Any, kind: Any = AutoModelForCausalLM) -> None:
     """Prints how many held-out questions the exported model answers correctly, and one answer. The questions come from
     the chats' `select_answered`; `kind` is as in `load_trained`. With `--merge`, writes the merged model first."""
-    folder = config.output_dir / "model"
     if config.merge:
         write_merged(config, tokenizer, kind)
     if config.num_answers == 0:
         return
-    model = load_trained(folder, kind)
+    model = load_trained(config.output_dir / "model", kind)
     if asked := chats.select_answered(config.num_answers or (5 if model.num_parameters() > 1e9 else 50)):
         try:
             answers = answer(model, tokenizer, asked, config.max_length)

@@ -60,6 +60,8 @@ class VisionEncoder:
         sizes = {name: (0, *value.shape[1:]) if value.ndim else () for name, value in shown.items()}
         self._without = {name: value.new_zeros(sizes[name]) for name, value in shown.items()}
         self._blank = self.sample(_asking(1), [small], is_cut=False)
+        self.shown = self._process(render(_asking(1), processor), [small])  # a model's arguments for one image
+        del self.shown["offset_mapping"]
         if (padding := processor.tokenizer.pad_token_id) is None:
             raise UsageError("the tokenizer has no token for padding: give it a pad_token")
         self._pad = pad_to_longest({"tokens": padding, "labels": IGNORED, "places": -1}, None)

@@ -190,10 +190,9 @@ def _content(message: dict[str, Any]) -> list[dict[str, Any]]:
     content = [{"type": "text", "text": content}] if isinstance(content, str) else [] if content is None else content
     content = content if isinstance(content, list) else [content]
     for part in content:
-        is_text = isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type") in (None, "text")
-        if not (
-            isinstance(part, dict) and (_is_image(part) or (is_text and not any(map(part.get, (*PATHS, "image_url")))))
-        ):
+        given = part if isinstance(part, dict) else {}
+        is_text = isinstance(given.get("text"), str) and given.get("type") in (None, "text")
+        if not _is_image(given) and (not is_text or any(map(given.get, (*PATHS, "image_url")))):
             raise UsageError(f"a part of a message is {str(part)[:60]}: expected {expected}")
     return [{name: value for name, value in part.items() if value is not None} for part in content]
 

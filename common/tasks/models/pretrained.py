@@ -359,14 +359,14 @@ def must_take(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def runnable(model: PreTrainedModel) -> Iterator[None]:
-    """Lets a model run in evaluation with weights on disk: random weights, and few layers, one of each type."""
+    """Lets a model run in evaluation with weights on disk: random weights, and of text few layers, one of each type."""
     with ExitStack() as cut:
         cut.callback(model.train, model.training)
         if on_disk(model):
             config = model.config.get_text_config()
             types = getattr(config, "layer_types", None) or [None]
             num_kept = 1 + max(types.index(kind) for kind in types)
-            for layers in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
+            for layers in [each for each in model.get_decoder().modules() if isinstance(each, nn.ModuleList)]:
                 if len(layers) == config.num_hidden_layers:
                     cut.enter_context(patch.object(layers, "_modules", dict([*layers._modules.items()][:num_kept])))
         with with_random_weights(model.eval()):  # of those on disk

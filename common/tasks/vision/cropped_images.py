@@ -84,22 +84,19 @@ class CroppedImages(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         # Random numbers depend only on the seed, the epoch and the sample here: they are the same under each config.
-        image, augmentation, label = self._read(index), self.augmentation, self.source.target(index)
+        source, augmentation = self.source, self.augmentation
+        image, label = source.samples[index].convert("RGB"), source.target(index)
         if augmentation is None:
             return {"image": resize(image, self.form, middle(*image.size)), "label": label}
         pixels, facts = self._vary(image, augmentation), {"label": label}
         if augmentation.mixup or augmentation.cutmix:
             other = int(torch.randint(len(self), ()))
-            varied = self._vary(self._read(other), augmentation)
+            varied = self._vary(source.samples[other].convert("RGB"), augmentation)
             pixels, share = mix(pixels, varied, augmentation.mixup, augmentation.cutmix)
-            facts |= {"other_label": self.source.target(other), "share": torch.tensor(share)}
+            facts |= {"other_label": source.target(other), "share": torch.tensor(share)}
         elif self.weights is not None:
             facts["weight"] = torch.tensor(self.weights[label])
         return {"image": pixels} | facts
-
-    def _read(self, index: int) -> Image.Image:
-        image: Image.Image = self.source.samples[index]
-        return image if image.mode == "RGB" else image.convert("RGB")
 
     def _vary(self, image: Image.Image, augmentation: AugmentationFlags) -> Tensor:
         pixels = resize(image, self.form, *variation(*image.size, augmentation))
