@@ -57,8 +57,8 @@ class Shard:
 
 
 def checkpoint_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """{name: parameter or buffer} that checkpoints and exports hold: all, or the trained ones of a module with a
-    `peft_adapter`, whose other weights exist elsewhere."""
+    """{name: parameter or buffer} that checkpoints and exports hold: all, or the trained ones and the adapters, even
+    frozen ones, of a module with a `peft_adapter`, whose other weights exist elsewhere."""
     with ExitStack() as stack:  # without the recipe's hooks, which may rename or convert what a user saves
         for hooks in (each._state_dict_hooks for each in module.modules() if each._state_dict_hooks):
             stack.enter_context(patch.dict(hooks, clear=True))
@@ -67,7 +67,7 @@ def checkpoint_tensors(module: nn.Module) -> dict[str, Tensor]:
         raise UsageError(f"{name} in the model's state_dict is not a tensor: use a buffer, not get_extra_state")
     if getattr(module, "peft_adapter", None) is None:
         return state
-    return {name: tensor for name, tensor in state.items() if tensor.requires_grad}
+    return {name: tensor for name, tensor in state.items() if tensor.requires_grad or ".lora_" in name}
 
 
 def is_divided(tensor: Tensor) -> "TypeGuard[DTensor]":

@@ -18,6 +18,7 @@ from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.tasks.chat.chat_models import ChatFlags, load_chat_model, small_chat_model
 from accelerate_recipes.common.tasks.models.causal_lm import load_pretrained, with_losses
 from accelerate_recipes.common.tasks.models.lora import LoraFlags, base_of, with_adapters
+from accelerate_recipes.common.weights.shards import checkpoint_tensors
 
 TOKENS = torch.arange(3, 40).unsqueeze(0)
 
@@ -79,6 +80,21 @@ def test_adapters_load_with_peft(tmp_path: Path, make: type, targets: str, numbe
     assert torch.allclose(found, expected, atol=1e-6) and not torch.allclose(found, before, atol=1e-2)
     again = adapter.read(tmp_path, [*trained])
     assert again.keys() == trained.keys() and all(torch.equal(again[name], trained[name]) for name in again)
+
+
+def test_frozen_adapters_are_exported_and_go_on(tmp_path: Path) -> None:
+    """LLaVA does not use the last layer of its vision encoder, so the recipe freezes it, with its adapters."""
+    adapted = adapt(llama())
+    for name, weight in adapted.named_parameters():
+        weight.requires_grad_(weight.requires_grad and ".layers.0." in name)
+    written = {name: weight.detach() for name, weight in checkpoint_tensors(adapted).items()}
+    assert len(written) == 2 * 14 and all("lora" in name for name in written)
+    adapted.peft_adapter.write(written, tmp_path)
+    adapted.peft_adapter.write_settings(adapted, tmp_path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*missing adapter keys")  # PEFT's, for adapters that the file lacks
+        PeftModel.from_pretrained(llama(), str(tmp_path))
+    assert all(torch.equal(checkpoint_tensors(go_on(llama(), tmp_path))[name], written[name]) for name in written)
 
 
 @pytest.mark.parametrize(
