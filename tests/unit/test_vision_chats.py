@@ -203,6 +203,19 @@ def test_conversations_without_an_answer_are_left_out(tmp_path: Path, capsys: py
     assert messages == turns("What?", "Red.", images=(1,)) and images[0].size == (20, 30)
 
 
+def test_answers_of_weight_0_are_none(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    chats = [[*turns("Why?", "So.")] for _ in range(4)]
+    chats[2][1]["weight"] = 0
+    file = tmp_path / "chats.jsonl"
+    file.write_text("\n".join(json.dumps({"messages": messages}) for messages in chats))
+    train, evaluation = load_vision_chats(str(file), "messages", "images")
+    assert sorted([*train.rows, *evaluation.rows]) == [0, 1, 3]
+    assert "1 of 4 conversations have no answer: left out" in capsys.readouterr().out
+    file.write_text(json.dumps({"messages": chats[2]}) + "\n" + json.dumps({"messages": chats[2]}))
+    with pytest.raises(UsageError, match="no message has the role assistant and a weight above 0: nothing to learn"):
+        load_vision_chats(str(file), "messages", "images")
+
+
 def test_an_image_in_an_answer_is_refused() -> None:
     messages = turns("Draw", "a", images=(0,))
     messages[1]["content"].append(IMAGE)

@@ -86,7 +86,7 @@ class VisionEncoder:
         if is_cut and not trained[kept].any():
             first = int(trained.int().argmax()) + 1
             advice = f"its first answer begins at token {first}: use --max_length {first} or more"
-            raise UsageError(advice if trained.any() else "it has no answer after its last image")
+            raise UsageError(advice if trained.any() else "no token of its answers is trained: remove it")
         tokens = whole[kept]
         labels = tokens.roll(-1).masked_fill(~trained[kept].roll(-1), IGNORED)
         labels[-1] = IGNORED

@@ -109,7 +109,7 @@ class _Rows:
         """The numbers of conversations with an answer; prints how many others. Raises UsageError if there is none."""
         found = [number for number, value in enumerate(self.rows.values(self.messages)) if _may_have_an_answer(value)]
         if not found:
-            raise UsageError(f"--data {data}: no message has the role assistant, so there is nothing to learn")
+            raise UsageError(f"--data {data}: no message has the role assistant and a weight above 0: nothing to learn")
         if missing := len(self.rows) - len(found):
             say(f"--data {data}: {missing:,} of {len(self.rows):,} conversations have no answer: left out")
         return found
@@ -137,9 +137,9 @@ def _open(image: Any, folder: Path, opener: Opener) -> Image.Image:
 
 
 def _may_have_an_answer(messages: Any) -> bool:
-    given = messages if isinstance(messages, list) else ()
-    names = [name for one in given if isinstance(one, dict) for name in (one.get("role"), one.get("from"))]
-    return not names or any(name in ("assistant", "gpt") for name in names)
+    given = [one for one in (messages if isinstance(messages, list) else ()) if isinstance(one, dict)]
+    names = [name for one in given if one.get("weight") != 0 for name in (one.get("role"), one.get("from"))]
+    return not given or any(name in ("assistant", "gpt") for name in names)
 
 
 def with_parts(messages: Any, images: list[Any]) -> tuple[Messages, list[Any]]:
