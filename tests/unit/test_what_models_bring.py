@@ -94,6 +94,13 @@ def test_other_quantized_models_are_refused(tmp_path: Path, method: str) -> None
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 
 
+def test_a_model_with_too_few_positions_is_named(tmp_path: Path) -> None:
+    """A run of distillation.py reads two models."""
+    write_model(tmp_path, num_positions=32)
+    with pytest.raises(UsageError, match=f"--model_name_or_path {tmp_path}: --context 64 exceeds the model's 32 pos"):
+        load_pretrained(str(tmp_path), 64, "sdpa")
+
+
 def test_folder_without_a_tokenizer(tmp_path: Path) -> None:
     write_model(tmp_path, num_positions=32)
     for path in tmp_path.glob("*token*"):

@@ -57,15 +57,15 @@ def load_pretrained(
     model, processor, missing = load(kind, name_or_path, expected, reads, **options)
     if missing:
         raise lacking(name_or_path, model, missing, expected)
+    given, name = f"--model_name_or_path {name_or_path}", type(model).__name__
     if not is_text and getattr(model.config, "image_token_id", None) is None:
-        what = "use the path of a model such as SmolVLM, Qwen-VL or Gemma 3"
-        raise UsageError(f"--model_name_or_path {name_or_path}: {type(model).__name__} has no token for images: {what}")
+        advice = "use the path of a model such as SmolVLM, Qwen-VL or Gemma 3"
+        raise UsageError(f"{given}: {name} has no token for images: {advice}")
     if _sees_the_future(model):
-        what = f"{type(model).__name__} attends to later tokens"
-        raise UsageError(f"--model_name_or_path {name_or_path}: {what}: use a {expected}, not an encoder")
+        raise UsageError(f"{given}: {name} attends to later tokens: use a {expected}, not an encoder")
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if longest and context > longest:
-        raise UsageError(f"--{flag} {context} exceeds the model's {longest} positions: use --{flag} {longest}")
+        raise UsageError(f"{given}: --{flag} {context} exceeds the model's {longest} positions: use --{flag} {longest}")
     return model, processor
 
 
