@@ -88,6 +88,15 @@ def test_damaged_idx_files(tmp_path: Path, kind: str, expected: str) -> None:
         load_images(str(tmp_path / "data"))
 
 
+@pytest.mark.parametrize("shape", [(0, 12, 12), (256, 0, 12), (256, 2, 2)])
+def test_idx_images_that_are_too_small(tmp_path: Path, shape: tuple[int, int, int]) -> None:
+    write_mnist(tmp_path)
+    write_idx(tmp_path / "train-images-idx3-ubyte", numpy.zeros(shape))
+    write_idx(tmp_path / "train-labels-idx1-ubyte", numpy.arange(shape[0]) % 4)
+    with pytest.raises(UsageError, match="train-images has no images of 4 x 4 pixels or more"):
+        load_images(str(tmp_path))
+
+
 def test_folder_that_is_not_there() -> None:
     with pytest.raises(UsageError, match="--data no/such/folder: no such file or folder; use --data digits"):
         load_images("no/such/folder")

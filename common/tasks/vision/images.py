@@ -102,8 +102,8 @@ def _load_idx(place: Path) -> tuple[ImageDataset, ImageDataset]:
         images, labels = _read_idx(place, f"{part}-images", 3), _read_idx(place, f"{part}-labels", 1)
         if len(images) != len(labels):
             raise UsageError(f"{place}: {part}-images has {len(images)} images, {part}-labels {len(labels)} labels")
-        if len(images) == 0:
-            raise UsageError(f"{place}: {part}-images has no images")
+        if len(images) == 0 or min(images.shape[1:]) < 4:
+            raise UsageError(f"{place}: {part}-images has no images of 4 x 4 pixels or more")
         sets.append((images.unsqueeze(1), labels.long()))
     train, test = sets
     if train[0].shape[1:] != test[0].shape[1:]:
