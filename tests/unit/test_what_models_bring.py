@@ -49,6 +49,7 @@ from accelerate_recipes.common.tasks.nlp.translations import Translations
 from accelerate_recipes.common.tasks.vision.cropped_images import Preprocessing, resize
 from accelerate_recipes.common.weights.on_disk import materialize, on_disk
 from support.small_model import write_encoder, write_encoder_decoder, write_model
+from support.vision_models import write
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
@@ -92,6 +93,21 @@ def test_other_quantized_models_are_refused(tmp_path: Path, method: str) -> None
 
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+
+
+def test_a_file_is_no_model(tmp_path: Path) -> None:
+    write_model(tmp_path, num_positions=32)
+    with pytest.raises(UsageError, match=r"model.safetensors: it is a file: use the path of its folder"):
+        load_pretrained(str(tmp_path / "model.safetensors"), 16, "sdpa")
+
+
+def test_a_folder_without_a_processor(tmp_path: Path) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    for path in write("llava", tmp_path).glob("*processor*"):
+        path.unlink()
+    with pytest.raises(UsageError, match=r"no processor there \(Can't load image processor.*; copy its files, such as"):
+        load_pretrained(str(tmp_path), 16, "sdpa", kind=AutoModelForImageTextToText)
 
 
 def test_a_model_with_too_few_positions_is_named(tmp_path: Path) -> None:

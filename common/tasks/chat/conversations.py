@@ -129,9 +129,8 @@ def _check_json(value: Any, where: str) -> None:
 def options_of(row: dict[str, Any]) -> dict[str, Any]:
     """A row's arguments for the template, besides messages: its columns tools (a list of JSON schemas) and
     chat_template_kwargs (a dict), each perhaps as JSON. Raises UsageError."""
-    found = dict(json_of(row, "chat_template_kwargs", dict) or {})
     tools = [json_of({"tools": tool}, "tools", dict) for tool in json_of(row, "tools", list) or []]
-    return found | ({"tools": tools} if tools else {})
+    return (json_of(row, "chat_template_kwargs", dict) or {}) | ({"tools": tools} if tools else {})
 
 
 def json_of(row: dict[str, Any], name: str, kind: type) -> Any:

@@ -57,8 +57,7 @@ class VisionEncoder:
         self.of_rows = [name for name in others if name not in self.of_sample]
         # The values for a sample without images; 0 for a number of images.
         shown = {name: of_images[name][0] if name in self.of_sample else of_images[name] for name in others}
-        sizes = {name: (0, *value.shape[1:]) if value.ndim else () for name, value in shown.items()}
-        self._without = {name: value.new_zeros(sizes[name]) for name, value in shown.items()}
+        self._without = {name: one.new_zeros((0, *one.shape[1:]) if one.ndim else ()) for name, one in shown.items()}
         self._blank = self.sample(_asking(1), [small], is_cut=False)
         self.shown = self._process(render(_asking(1), processor), [small])  # a model's arguments for one image
         del self.shown["offset_mapping"]
@@ -195,9 +194,8 @@ class VisionDataset(Dataset):
         return len(self.chats)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        chat = self.chats.read(index)
         with self.chats.naming(index):
-            return self.encoder.sample(*chat)
+            return self.encoder.sample(*self.chats.load(self.chats.rows[index]))
 
     def facts(self) -> str:
         """The share of trained tokens in the first conversations, and how many are cut, to print. Raises UsageError."""

@@ -55,7 +55,7 @@ def _reason(error: Exception, expected: str, has_flag: bool) -> str:
     if "trust_remote_code" in (text := str(error)):  # otherwise transformers would ask, in each process
         advice = "read it, and use --trust_remote_code to run it" if has_flag else "this recipe does not run it"
         return f" comes with its own Python code: {advice}"
-    needs = f"; {COPY}" if expected == "tokenizer" else ""
+    needs = f"; {COPY}" if expected in ("tokenizer", "processor") else ""
     if "video processor" in text and find_spec("torchvision") is None:
         needs = "; run pip install torchvision"
     if "scaled_dot_product_attention" in text:
@@ -108,7 +108,8 @@ def load(
     except Exception as error:  # the library and its network stack raise dozens of types
         for path in Path(name_or_path).glob("*"):
             check_is_pulled(path)
-        lacks = "tokenizer" if reads and config and not tokenizer else expected
+        part = "tokenizer" if reads is AutoTokenizer else "processor"
+        lacks = part if reads and config and not tokenizer else expected
         raise UsageError(f"--model_name_or_path {name_or_path}{_reason(error, lacks, has_flag)}") from None
     missing, misfits = sorted(info["missing_keys"]), sorted(name for name, *_ in info["mismatched_keys"])
     _check_body(name_or_path, model, missing, misfits, expected, info["unexpected_keys"])
@@ -155,7 +156,9 @@ def _layers_left_out(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
 
 
 def _check_settings(folder: Path) -> None:
-    """Raises UsageError for adapters, a JSON or Jinja file that is an LFS pointer, or a config that is no dict."""
+    """Raises UsageError for a file or adapters, a JSON or Jinja file that is an LFS pointer, or a config of no dict."""
+    if folder.is_file():
+        raise UsageError("it is a file: use the path of its folder")
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         raise UsageError("it holds adapters, not a model: merge them with PEFT, and use the path of that model")
     for path in folder.glob("*.j*"):
