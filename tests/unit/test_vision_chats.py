@@ -241,6 +241,7 @@ IMAGE, WHY = {"type": "image"}, {"type": "text", "text": "Why?"}
             [IMAGE, {"type": "text", "text": "Is <image> HTML?"}],
             ["a"],
         ),
+        ([{**IMAGE, "index": 1.0}], ["a", "b"], [IMAGE], ["b"]),  # as a table has whole numbers beside missing ones
         (None, [], [], []),
     ],
 )
@@ -258,6 +259,7 @@ def test_places_of_images(content: Any, given: list[str], expected: list[Any], o
             "its messages have 2 places for images, but its column has 1 images: expected the same number",
         ),
         ("<image>", ["a", "b"], "its messages have 1 places for images, but its column has 2 images"),
+        ([{**IMAGE, "path": "a"}], ["b"], "its messages have 0 places for images, but its column has 1 images"),
         ("<image>", [None], "none of them empty"),
         ([{**IMAGE, "index": 2}], ["a"], "an image has the index 2, but its row has 1 images"),
         ([{**IMAGE, "index": "0"}], ["a"], "an image has the index '0', but its row has 1 images"),

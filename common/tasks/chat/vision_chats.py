@@ -175,11 +175,12 @@ def _match_images(shown: list[dict[str, Any]], images: list[Any]) -> list[Any]:
                 raise UsageError(f'an image has {others[0]}: expected {{"type": "image", "path": "a file"}}')
             if "index" in part and part["index"] not in range(len(images)):
                 raise UsageError(f"an image has the index {part['index']!r}, but its row has {len(images)} images")
-            own = images[part["index"]] if "index" in part else next(left, None)
+            own = images[int(part["index"])] if "index" in part else next(left, None)
         found.append(own)
     is_left = next(left, None) is not None and not any("index" in part for part in shown)
     if is_left or any(image is None for image in found):
-        what = f"its messages have {len(shown)} places for images, but its column has {len(images)} images"
+        num_open = sum(not any(map(part.get, PATHS)) for part in shown)  # the others have their own image
+        what = f"its messages have {num_open} places for images, but its column has {len(images)} images"
         raise UsageError(f"{what}: expected the same number, none of them empty (--images_column names the column)")
     return found
 

@@ -291,11 +291,10 @@ def _attend_without_mask(model: PreTrainedModel) -> None:
     mask, which rules out flash attention. config.json does not get the name.
     """
     config = model.config.get_text_config()
-    is_full = set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
     if (
         config._attn_implementation == "sdpa"
         and model._supports_attention_backend
-        and is_full
+        and set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
         and not any(getattr(config, limit, None) for limit in ("sliding_window", "attention_chunk_size"))
     ):
         AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
