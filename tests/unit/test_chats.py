@@ -28,7 +28,8 @@ from transformers import (
 from accelerate_recipes.common.accidents import advice
 from accelerate_recipes.common.data import pad_to_longest
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.common.tasks.chat.chat_models import small_chat_model, with_chat_template
+from accelerate_recipes.common.tasks.chat import chat_models
+from accelerate_recipes.common.tasks.chat.chat_models import small_chat_model, with_chat_template, write_answers
 from accelerate_recipes.common.tasks.chat.chats import ChatDataset, Chats, by_rules, encode, load_chats, pack
 from accelerate_recipes.common.tasks.chat.conversations import Conversation, reach_into
 from accelerate_recipes.common.tasks.models.causal_lm import _of_labels, with_losses
@@ -521,6 +522,35 @@ def test_an_end_that_is_no_number_of_a_token() -> None:
         model.generation_config.eos_token_id = wrong
         with pytest.raises(UsageError, match=r"eos_token_id in generation_config.json is .*: use the number of the to"):
             with_chat_template(tokenizer, model)
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_used"),
+    [
+        ({"return_dict_in_generate": True}, True),
+        *(
+            ({name: value}, False)
+            for name, value in (
+                ("num_beams", 0),
+                ("forced_eos_token_id", 999),
+                ("min_new_tokens", "a"),
+                ("bos_token_id", "s"),
+                ("repetition_penalty", 0),
+            )
+        ),
+    ],
+)
+def test_settings_that_prevent_answers_are_named(
+    settings: dict[str, Any], is_used: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """The model is there by then: it is no mistake of the run."""
+    model, tokenizer = small_chat_model(64, "sdpa")
+    for name, value in settings.items():
+        setattr(model.generation_config, name, value)
+    monkeypatch.setattr(chat_models, "load_trained", lambda folder, kind: model.eval())
+    write_answers(chat_models.ChatFlags(), tokenizer, chats([QUESTION, ANSWER]))
+    line = "0 of 1 held-out answers are right" if is_used else "no answers, because of its generation_config.json: "
+    assert line in capsys.readouterr().out
 
 
 def test_mark_of_several_tokens_ends_no_answer_at_its_first(capsys: pytest.CaptureFixture) -> None:

@@ -182,7 +182,7 @@ def answer(model: Any, tokenizer: Any, chats: Sequence[Conversation], max_length
             continue
         expected = plain(chat.answer, add_special_tokens=False)["input_ids"]
         longest = min(max_length, num_tokens + len(expected) + MORE_TOKENS)
-        new = model.generate(**given, max_length=longest, do_sample=False)
+        new = model.generate(**given, max_length=longest, do_sample=False, return_dict_in_generate=False)
         found.append(plain.decode(new[0, num_tokens:], skip_special_tokens=True).split(END)[0].strip())
     return found
 
@@ -198,7 +198,7 @@ def write_answers(config: ChatFlags, tokenizer: Any, chats: Any, kind: Any = Aut
     if asked := chats.select_answered(config.num_answers or (5 if model.num_parameters() > 1e9 else 50)):
         try:
             answers = answer(model, tokenizer, asked, config.max_length)
-        except ValueError as error:  # transformers refuses to generate with these settings
+        except (ValueError, TypeError, LookupError, ArithmeticError, ImportError) as error:  # of settings that it reads
             print(f"no answers, because of its generation_config.json: {first_line(error)}")
             return
         num_right = sum(found.endswith(chat.answer.strip()) for found, chat in zip(answers, asked))
