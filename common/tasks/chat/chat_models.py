@@ -54,8 +54,7 @@ def load_chat_model(
     config: ChatFlags, small: Callable[[int, str], tuple[PreTrainedModel, Any]], kind: Any = AutoModelForCausalLM
 ) -> tuple[PreTrainedModel, Any]:
     """(the flags' pretrained model, of a kind as in `load_pretrained`, or one that `small` makes from `--max_length`
-    and `--attention`; its tokenizer or processor, with a template). Raises UsageError for wrong flags, and for
-    a model that cannot take what its processor makes of an image."""
+    and `--attention`; its tokenizer or processor, with a template). Raises UsageError."""
     limits = config.max_length, config.attention
     if (path := base_of(config, config.merge)) is None:
         model, tokenizer = small(*limits)

@@ -108,9 +108,8 @@ def load(
     except Exception as error:  # the library and its network stack raise dozens of types
         for path in Path(name_or_path).glob("*"):
             check_is_pulled(path)
-        part = "tokenizer" if reads is AutoTokenizer else "processor"
-        lacks = part if reads and config and not tokenizer else expected
-        raise UsageError(f"--model_name_or_path {name_or_path}{_reason(error, lacks, has_flag)}") from None
+        lack = expected if tokenizer or not (reads and config) else {AutoTokenizer: "tokenizer"}.get(reads, "processor")
+        raise UsageError(f"--model_name_or_path {name_or_path}{_reason(error, lack, has_flag)}") from None
     missing, misfits = sorted(info["missing_keys"]), sorted(name for name, *_ in info["mismatched_keys"])
     _check_body(name_or_path, model, missing, misfits, expected, info["unexpected_keys"])
     if config.dtype in (torch.bfloat16, torch.float16):
