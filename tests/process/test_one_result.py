@@ -81,7 +81,8 @@ PRODUCTS += ("fsdp2_tensor_pipeline",)
 # What uses most of torch that changes between versions: the quick tests run with the lowest and the newest.
 QUICK = ("fsdp2", "tensor_parallel", "sequence_parallel", "pipeline_parallel")
 # Under ddp in `make quick` alone: in `make test`, tests of these recipes compare other configs with one process.
-COMPARED_ELSEWHERE = ("text classification", "translation", "distillation", "speech")
+COMPARED_ELSEWHERE = ("text classification", "translation", "distillation", "speech", "finetune")
+COMPARED_ELSEWHERE += ("image classification", "vision language")
 
 
 def pair(config: str, recipe: str) -> Any:
