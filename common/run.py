@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from .accidents import advice
 from .command_line import ConfigT, parse
 from .environment import Environment, rank
-from .errors import StoppedError, UsageError, needs_no_traceback, trace_of
+from .errors import StoppedError, UsageError, first_line, is_out_of_memory, needs_no_traceback, trace_of
 from .failure import Failure, ReportedErrors, end, first_failure, line_of
 from .output_streams import Output
 from .records.output_dir import checkpoints, fail_after_run
@@ -59,6 +59,8 @@ def _train(main: Callable[[ConfigT], Any], config_class: type[ConfigT]) -> None:
         line = advice(error)
         if isinstance(error, ModuleNotFoundError) and error.name in PACKAGES:
             line = f"this data needs {error.name}: run pip install {PACKAGES[error.name]}"
+        if line is None and is_out_of_memory(error):  # outside `fit`, such as for a model of these sizes
+            line = f"out of memory ({first_line(error)}): use smaller sizes, or fewer samples"
         if line is None:
             raise
         raise UsageError(line) from None

@@ -56,6 +56,7 @@ def test_result_of_the_docstring(tmp_path: Path) -> None:
     [
         ("--patch_size 3", "--patch_size 3 does not divide images of 8 x 8: use one of 1, 2, 4, 8"),
         ("--num_heads 5", "--hidden_size 96 does not divide into 5 heads: use --hidden_size 95"),
+        ("--hidden_size 10000000", "can't allocate memory: you tried to allocate 400000000000000 bytes"),
     ],
 )
 def test_wrong_flags(tmp_path: Path, flags: str, line: str) -> None:
