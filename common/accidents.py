@@ -72,8 +72,8 @@ def _cache(error: BaseException) -> str | None:
     if (reason := _reason(error)) is None or (variable := _variable(error, known)) is None:
         return None
     room = "has room" if reason in map(os.strerror, (errno.ENOSPC, errno.EDQUOT)) else "can be written"
-    what = f"the cache {known[variable]} cannot be written ({reason})"
-    return f"{what}: run export {variable}=FOLDER, with a folder that {room}"
+    what = f"the cache {known[variable]} cannot be written ({reason}): run export {variable}=FOLDER"
+    return f"{what}, with a folder that {room}"
 
 
 def _worker(error: BaseException) -> str | None:
