@@ -123,9 +123,8 @@ def _may_evaluate(run: ReferenceRun) -> bool:
 
 def _last_samples(run: ReferenceRun) -> dict[str, str]:
     """Digests of the last sample of each evaluation set."""
-    places = {f"evaluation{f' {key}' * bool(key)}": len(each) - 1 for key, each in run.setup.eval_sets.items()}
-    each = zip(places.items(), run.setup.eval_sets.values())
-    return {f"sample {place} of the {kind} set": digest(eval_set, place) for (kind, place), eval_set in each}
+    named = {f"evaluation{f' {key}' * bool(key)}": each for key, each in run.setup.eval_sets.items()}
+    return {f"sample {len(each) - 1} of the {kind} set": digest(each, len(each) - 1) for kind, each in named.items()}
 
 
 def _evaluate(found: dict[int, Metrics]) -> Callable[[Engine, int], None]:

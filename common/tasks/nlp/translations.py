@@ -50,6 +50,7 @@ class Translations(ListDataset):
         targets = tokenizer(text_target=[target for _, target in pairs], truncation=True, max_length=max_target_length)
         kept = rows_with_tokens(sources, targets)
         self.targets, self.samples = [pairs[row][1].strip() for row in kept], []
+        num_rows = model.get_input_embeddings().num_embeddings
         for row in kept:
             source, labels = (torch.tensor(each["input_ids"][row]) for each in (sources, targets))
             try:
@@ -57,7 +58,7 @@ class Translations(ListDataset):
                     begun = model.prepare_decoder_input_ids_from_labels(labels=labels[None])[0]
                 else:  # M2M100 and NLLB, for example
                     begun = F.pad(labels[:-1], (1, 0), value=model.config.decoder_start_token_id)
-                if not 0 <= begun[0] < model.get_input_embeddings().num_embeddings:
+                if not 0 <= begun[0] < num_rows:
                     raise ValueError
             except (ValueError, TypeError):
                 first = f"decoder_start_token_id {model.config.decoder_start_token_id}"

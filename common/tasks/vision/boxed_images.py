@@ -62,7 +62,7 @@ class BoxedImages(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         row = self.source.rows[index]
-        image, objects = self.source.images[row].convert("RGB"), self.source.objects[row]
+        image, objects = self.source.images[row], self.source.objects[row]
         if self.source.sizes and all(said := self.source.sizes[row]) and _differ(said, image.size):
             advice = "scale the boxes, or use an image of that size"
             if not _differ(said, image.size[::-1]):

@@ -85,13 +85,13 @@ class CroppedImages(Dataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         # Random numbers depend only on the seed, the epoch and the sample here: they are the same under each config.
         source, augmentation = self.source, self.augmentation
-        image, label = source.samples[index].convert("RGB"), source.target(index)
+        image, label = source.samples[index], source.target(index)
         if augmentation is None:
             return {"image": resize(image, self.form, middle(*image.size)), "label": label}
         pixels, facts = self._vary(image, augmentation), {"label": label}
         if augmentation.mixup or augmentation.cutmix:
             other = int(torch.randint(len(self), ()))
-            varied = self._vary(source.samples[other].convert("RGB"), augmentation)
+            varied = self._vary(source.samples[other], augmentation)
             pixels, share = mix(pixels, varied, augmentation.mixup, augmentation.cutmix)
             facts |= {"other_label": source.target(other), "share": torch.tensor(share)}
         elif self.weights is not None:
@@ -106,8 +106,8 @@ class CroppedImages(Dataset):
 def resize(
     image: Image.Image, form: Preprocessing, box: Box, is_mirrored: bool = False, colours: Factors = UNCHANGED
 ) -> Tensor:
-    """A part of an RGB image as a model expects it: float32 of shape (3, size, size)."""
-    side = form.size
+    """A part of an image as a model expects it: float32 of shape (3, size, size)."""
+    side, image = form.size, image if image.mode == "RGB" else image.convert("RGB")  # which copies an RGB image
     levels = numpy.asarray(image.resize((side, side), Image.Resampling.BILINEAR, box, reducing_gap=3))
     levels = numpy.ascontiguousarray((levels[:, ::-1] if is_mirrored else levels).transpose(2, 0, 1))
     return normalise(torch.from_numpy(levels).view(3, -1).float(), form.mean, form.std, colours).view(3, side, side)

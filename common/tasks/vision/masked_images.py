@@ -76,7 +76,7 @@ class MaskedImages(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         images, row, square = self.source.images, self.source.rows[index], (self.form.size, self.form.size)
-        image, mask = images[row].convert("RGB"), Image.fromarray(self.source.masks[row])
+        image, mask = images[row], Image.fromarray(self.source.masks[row])
         if image.size != mask.size:
             sizes = " and ".join(f"{width} x {height}" for width, height in (image.size, mask.size))
             raise UsageError(f"{images.name(row)} and its mask have {sizes} pixels: expected the same size")
