@@ -18,6 +18,7 @@ from accelerate_recipes.common.tasks.models.causal_lm import checkpoint_activati
 
 # hidden and intermediate size, layers, heads, key-value heads, vocabulary
 SIZES = {
+    "100k": (64, 128, 2, 4, 4, 256),  # for short runs, to see that a script runs
     "10m": (384, 1024, 5, 8, 8, 1024),
     "134m": (768, 2048, 12, 12, 12, 32000),
     "300m": (1024, 4096, 15, 16, 8, 32000),
@@ -33,7 +34,7 @@ class Config(RunConfig):
     batch_size: int = 16
     max_steps: int | None = 1000
     context: int = flag(8192, "tokens per sample", minimum=2)
-    size: Literal["10m", "134m", "300m", "1b", "7b", "8b", "70b"] = flag("8b", "number of weights")
+    size: Literal["100k", "10m", "134m", "300m", "1b", "7b", "8b", "70b"] = flag("8b", "number of weights")
     activation_checkpointing: bool = flag(False, "recompute activations in the backward pass, to save memory")
 
 

@@ -14,19 +14,22 @@ import runpy
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
 import time
 import traceback
+import weakref
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+_FORK_EXEC = subprocess._fork_exec
 SHUTDOWN_S = 30  # from SIGTERM to SIGKILL, as in torchrun
 
 
@@ -58,12 +61,17 @@ def supervise(arguments: list[str], cwd: str, variables: dict[str, str], writers
         writers: pipes for standard output and standard error.
     """
     own_session(cwd, variables, writers)
+    _launch(arguments)
+
+
+def _launch(arguments: list[str]) -> None:
+    """Runs `accelerate launch <arguments>` in this process."""
     import torch.distributed.run
     from accelerate.commands import launch
 
     def start_one(args: Namespace) -> None:
         _, environment = launch.prepare_simple_launcher_cmd_env(args)
-        sys.exit(_start([environment], args.training_script, args.training_script_args))
+        sys.exit(_start([environment], [args.training_script, *args.training_script_args]))
 
     launch.simple_launcher = start_one
     torch.distributed.run.run = _start_several
@@ -71,9 +79,48 @@ def supervise(arguments: list[str], cwd: str, variables: dict[str, str], writers
 
 
 def run_script(arguments: list[str], cwd: str, variables: dict[str, str], writers: list[Connection]) -> None:
-    """Runs `python <script> <arguments>`. The target of a process from `server`."""
+    """Runs `python <script> <arguments>`. The target of a process from `server`.
+
+    Commands of Python and of `accelerate launch` that the script starts are forks as well.
+    """
     own_session(cwd, variables, writers)
-    sys.exit(_start([dict(os.environ)], arguments[0], arguments[1:]))
+    subprocess._fork_exec = _fork_command
+    sys.exit(_start([dict(os.environ)], arguments))
+
+
+def _fork_command(
+    words: Sequence[str | bytes],
+    executables: object,
+    close_fds: object,
+    pass_fds: object,
+    cwd: str | None,
+    variables: list[bytes] | None,
+    *others: Any,
+) -> int:
+    """Replaces what `subprocess` uses to fork and execute `words`, with its arguments. Returns the id of the process.
+
+    It executes what is not Python's, and with options of Python, or when torch or a tokenizer has started threads,
+    which a fork lacks.
+    """
+    command = [os.fsdecode(word) for word in words]
+    launches = command[:2] == ["accelerate", "launch"]
+    runs_python = command[0] == sys.executable and (command[1] == "-m" or command[1].endswith(".py"))
+    num_threads = len(list(Path("/proc/self/task").iterdir()))
+    if not (launches or runs_python) or num_threads > threading.active_count():
+        return _FORK_EXEC(words, executables, close_fds, pass_fds, cwd, variables, *others)
+    if pid := os.fork():
+        return pid
+    for finalizer in list(weakref.finalize._registry):  # else this fork removes the script's temporary folders
+        finalizer.detach()
+    for number, descriptor in enumerate((others[0], others[3], others[5])):
+        if descriptor != -1:
+            os.dup2(descriptor, number)
+    os.chdir(cwd or ".")
+    given = [variable.split(b"=", 1) for variable in variables or []]
+    environment = {os.fsdecode(name): os.fsdecode(value) for name, value in given} or dict(os.environ)
+    if launches or command[1:3] == ["-m", "accelerate.commands.launch"]:
+        _become(environment, lambda: _launch(command[2 if launches else 3 :]))
+    _work(environment, command[1:])
 
 
 def own_session(cwd: str, variables: dict[str, str], writers: list[Connection]) -> None:
@@ -124,15 +171,14 @@ def _start_several(args: Namespace) -> NoReturn:
         port, descriptor = listener.getsockname()[1], listener.detach()
         return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
 
-    exit_code = _start(environments, args.training_script, args.training_script_args, keep_store)
+    exit_code = _start(environments, [args.training_script, *args.training_script_args], keep_store)
     shutil.rmtree(errors)
     os._exit(exit_code)  # without the exit handlers that the fork inherited
 
 
 def _start(
     environments: list[dict[str, str]],
-    script: str,
-    arguments: list[str],
+    words: list[str],
     meanwhile: Callable[[], object] = lambda: None,
 ) -> int:
     """Forks a process for each environment. When one fails, ends the others and returns its exit code."""
@@ -140,7 +186,7 @@ def _start(
     for environment in environments:
         pid = os.fork()
         if pid == 0:
-            _work(environment, script, arguments)
+            _work(environment, words)
         pids.add(pid)
     kept = meanwhile()
     exit_code, deadline = 0, float("inf")
@@ -165,8 +211,23 @@ def _signal(pids: set[int], number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def _work(environment: dict[str, str], script: str, arguments: list[str]) -> NoReturn:
-    """Does in this fork what `python <script> <arguments>` does."""
+def _work(environment: dict[str, str], words: list[str]) -> NoReturn:
+    """Does in this fork what `python <words>` does: a script, or -m and a module, and its arguments."""
+
+    def run() -> None:
+        if words[0] == "-m":
+            sys.argv = words[1:]
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = words
+            sys.path.insert(0, str(Path(words[0]).parent))
+            runpy.run_path(words[0], run_name="__main__")
+
+    _become(environment, run)
+
+
+def _become(environment: dict[str, str], run: Callable[[], object]) -> NoReturn:
+    """Makes this fork a process with that environment, which calls `run` and ends."""
     import datasets
     import numpy
     import torch
@@ -177,13 +238,11 @@ def _work(environment: dict[str, str], script: str, arguments: list[str]) -> NoR
         importlib.reload(datasets.config)
     os.closerange(3, 4096)
     _forget_multiprocessing()
-    sys.argv = [script, *arguments]
-    sys.path.insert(0, str(Path(script).parent))
     for seed in (random.seed, numpy.random.seed, torch.seed):  # else all forks draw the same numbers
         seed()
     code = 0
     try:
-        runpy.run_path(script, run_name="__main__")
+        run()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
