@@ -64,7 +64,7 @@ def read_file(path: Path) -> str:
 
 
 def give_usual_mode(path: Path) -> None:
-    """Gives a file the mode of files that Python creates; only the owner can read files that safetensors creates."""
+    """Sets the mode that Python gives to new files: safetensors makes files that only their owner can read."""
     mask = os.umask(0)
     os.umask(mask)
     path.chmod(0o666 & ~mask)

@@ -72,12 +72,16 @@ def refusals_of(
     """The refusals of a run under the config file at `path`. Changes the variables of this process. `setup`: from
     `of_any_size`; None: asks only about the file; `config`: the flags of the run; `likely`: flags for values that the
     file should have; `takes_passes`: whether to run forward passes of the model."""
+    from torch.utils._pytree import tree_leaves
+
     from accelerate_recipes.common.environment import Environment
     from accelerate_recipes.common.launch.checks import check_device, launch_checks
     from accelerate_recipes.common.parallel.strategies import layout_of, model_checks, with_plans
 
     found: list[UsageError] = []
-    facts = {} if setup is None else {"num_workers": config.num_workers, "sample_bytes": _num_bytes(setup.train_set[0])}
+    facts = {} if setup is None else {"num_workers": config.num_workers}
+    if setup is not None:
+        facts["sample_bytes"] = sum(getattr(value, "nbytes", 0) for value in tree_leaves(setup.train_set[0]))
     remove_variables()
     refused: list[str] = []  # by the launcher; with likely flags it also finds other mistakes in the file
     for given in ([], likely):
@@ -116,11 +120,6 @@ def _note(found: list[UsageError], check: Any, *arguments: Any) -> None:
         check(*arguments)
     except UsageError as error:
         found.append(error)
-
-
-def _num_bytes(sample: Any) -> int:
-    values = sample.values() if isinstance(sample, dict) else ()
-    return sum(value.nbytes for value in values if hasattr(value, "nbytes"))
 
 
 def launched(config: Path, flags: Sequence[str] = ()) -> dict[str, str]:

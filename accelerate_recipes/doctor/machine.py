@@ -17,10 +17,8 @@ from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.package import installed_versions
 
 GIB = 2**30
-# The packages that a run uses, and, in the last line, those of which Accelerate needs one for fp8.
 PACKAGES = (
     *("accelerate-recipes", "torch", "accelerate", "transformers", "safetensors", "datasets", "numpy", "deepspeed"),
-    *("torchao", "transformer-engine", "msamp"),
 )
 
 

@@ -141,7 +141,7 @@ class _Lending:
     def _copied(self, tensor: Tensor, device: torch.device) -> Tensor | None:
         storage = tensor.untyped_storage()
         if device == tensor.device and not is_lent(tensor):
-            if storage._cdata not in self._before:
+            if storage._cdata not in self._before and not tensor.is_meta:
                 self._before[storage._cdata] = storage, storage.clone()
             return None
         if storage._cdata not in self._moved:

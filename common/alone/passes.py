@@ -1,4 +1,4 @@
-"""A world of one process, as the recipe's code sees it under `python recipe.py`, and passes of forward_step in it."""
+"""Runs forward_step as in `python recipe.py`: torch.distributed and the environment show it one process."""
 
 import math
 import re

@@ -47,7 +47,7 @@ class Rehearsal:
 
     @classmethod
     def take(cls, run: ReferenceRun, first: Step) -> "Rehearsal | None":
-        """Takes the later steps of a run with this first step; None if none is cheap enough."""
+        """Takes the later steps of a run on one process, from this first step; None if they take too long."""
         plan, number = run.setup.plan, run.numbers[0]
         later = {min(step, plan.num_steps - number) for step in STEPS} - {*range(plan.config.check_steps + 1)}
         numbers = [number + step - 1 for step in sorted(later) if run.seconds * step * 2 <= MAX_SECONDS]

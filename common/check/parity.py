@@ -175,17 +175,16 @@ class ParityCheck:
             raise
         except Exception as error:
             in_package = not is_own(traceback.extract_tb(error.__traceback__)[-1].filename)
-            of_torch = isinstance(error, RuntimeError) or (
-                in_package and isinstance(error, (AttributeError, AssertionError))
-            )
+            of_torch = isinstance(error, (RuntimeError, *[AttributeError, AssertionError] * in_package))
             # Otherwise it is a mistake in the recipe, and the traceback says more.
             may_be_ours = is_checked or (self.group.size > 1 and of_torch)
             if not self.numbers or self._error is not None or needs_no_traceback(error) or not may_be_ours:
                 raise
             path = self.plan.config.output_dir / f"traceback_{self.group.rank:05d}.txt"
             path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+            mixed = "; forward_step uses weights, or copies of them, outside model(...)" * ("DTensor" in str(error))
             raise UsageError(
-                f"{self.layout} cannot train this: {line_of(error)}; one process {'can' if is_checked else 'may'}: "
+                f"{self.layout} cannot train this: {line_of(error)}{mixed}; one process {'can' * is_checked or 'may'}: "
                 f"use {main_strategy(self.layout).fallback}; the traceback is in {path}"
             ) from None
 

@@ -149,8 +149,8 @@ def _failure_of(error: Exception) -> UsageError | WorkerError:
 
 
 def _start_worker(number: int) -> None:
-    """Runs first in a worker. Without shared memory or open files to send a batch, Python's queue would drop it, and
-    the run would wait for it forever.
+    """Runs first in a worker: makes it send an error when it cannot send a batch. Without shared memory or open files,
+    Python's queue would drop the batch, and the run would wait for it forever.
 
     A worker whose parent process has already ended would wait forever, too: torch's watchdog starts later, and takes
     the parent at that time for the original parent."""

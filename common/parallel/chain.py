@@ -50,7 +50,7 @@ def cut_of(setup: Setup) -> Cut:
                 fits, why = False, f" ({line_of(error)})"
             if not fits:
                 raise UsageError(
-                    f"{name} cannot be cut into stages: layers from {[*cut.chain][cut.bounds[index]]} on, or code "
+                    f"{name} cannot be cut into stages: {[*cut.chain][cut.bounds[index]]} and later layers, or code "
                     f"after them, need more than the hidden states of the layer before{why}",
                     f"use {FALLBACK}",
                 )

@@ -1,6 +1,7 @@
 """One process, or DDP: each process holds the whole model."""
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -32,9 +33,19 @@ class Ddp(Strategy):
         compile_if_asked(setup.model, setup.plan)
         _let_ddp_send_state_alone(setup.model)
         engine = Engine(setup, setup.accelerator.prepare_model(setup.model))
-        if isinstance(engine.model, DistributedDataParallel) and not engine.model.find_unused_parameters:
-            engine.after_backward.append(_refuses_missing_gradients(setup.model))
+        if isinstance(engine.model, DistributedDataParallel):
+            engine.model.__class__ = _Transparent
+            if not engine.model.find_unused_parameters:
+                engine.after_backward.append(_refuses_missing_gradients(setup.model))
         return engine
+
+
+class _Transparent(DistributedDataParallel):
+    """Has the attributes of the recipe's module, such as a layer, as FSDP2's and DeepSpeed's model have."""
+
+    def __getattr__(self, name: str) -> Any:
+        module = super().__getattr__("module")
+        return module if name == "module" else getattr(module, name)
 
 
 def _refuses_missing_gradients(model: nn.Module) -> Callable[[], None]:
@@ -55,11 +66,8 @@ def _refuses_missing_gradients(model: nn.Module) -> Callable[[], None]:
 def _let_ddp_send_state_alone(model: nn.Module) -> None:
     """DDP sends the first process's buffers before each forward pass, for example BatchNorm's. A buffer that no
     checkpoint holds is not state, but a constant, for example a table of positions: each process has computed it."""
-    constants = [
-        f"{path}.{name}" if path else name
-        for path, module in model.named_modules()
-        for name in module._non_persistent_buffers_set
-    ]
+    modules = model.named_modules()
+    constants = [f"{path}.{name}".lstrip(".") for path, each in modules for name in each._non_persistent_buffers_set]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, constants)
 
 

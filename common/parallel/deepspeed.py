@@ -137,7 +137,7 @@ def check_weights(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
             )
         if weight.dtype not in kept and (weight.is_floating_point() or weight.is_complex()):
             raise UsageError(
-                f"{name} is {str(weight.dtype).removeprefix('torch.')}, which DeepSpeed would cast",
+                f"{name} is {str(weight.dtype).removeprefix('torch.')}, and DeepSpeed would cast it",
                 "use --config_file accelerate_configs/ddp.yaml, or make it float32",
             )
 

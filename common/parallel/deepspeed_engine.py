@@ -52,6 +52,10 @@ class DeepSpeedEngine(Engine):
         self._not_by_element: set[str] | None = None  # functions in the optimizer's first step
         self._unwatched_step = self._own_optimizer.step
         self._own_optimizer.step = self._watched_step  # type: ignore[method-assign]
+        # It takes a gradient that forward_step computes for the backward pass of the step, and divides and reduces it.
+        begin = model._backward_prologue
+        model._backward_prologue = lambda: begin() if model._running_engine_backward else None
+        model._backward_prologue_per_tensor = lambda gradient: gradient
         self._order, self._first_order = 0, None  # checksums of the order in which gradients arrive
         for number, weight in enumerate(each for each in self.module.parameters() if each.requires_grad):
             weight.register_post_accumulate_grad_hook(partial(self._arrived, number.to_bytes(4, "big")))
@@ -163,8 +167,7 @@ class DeepSpeedEngine(Engine):
                     get = partial(safe_get_full_optimizer_state, weight, slot)
                     shards.append(Shard.gathered(key, shape, get, holders))
                 else:
-                    kind = type(self._own_optimizer).__name__
-                    number = value if isinstance(value, Tensor) else as_tensor(kind, slot, value)
+                    number = as_tensor(self._own_optimizer, slot, value)
                     shards.append(Shard.whole(key, number.float() if slot == "step" else number, holders))
         return shards
 

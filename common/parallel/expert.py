@@ -60,7 +60,7 @@ def check_experts(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
     for name, experts in found.items():
         if experts.num_experts % size:
             raise UsageError(
-                f"{name} has {experts.num_experts} experts, which {size} processes cannot share",
+                f"{name} has {experts.num_experts} experts, not divisible by {size} processes",
                 f"use --expert_parallel {sizes_that_divide(experts.num_experts)}",
             )
 
@@ -141,7 +141,7 @@ class ExpertGroup:
         return type(gradient).from_local(own, gradient.device_mesh, gradient.placements, run_check=False)
 
     def _longest(self, number: int) -> int:
-        """The largest number of tokens of a process."""
+        """The largest number of tokens of any process; a collective."""
         count = torch.tensor(number)
         dist.all_reduce(count, dist.ReduceOp.MAX, group=self._counts)
         return int(count)

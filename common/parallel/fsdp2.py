@@ -50,7 +50,7 @@ def check_weights(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
     """Refuses a weight that FSDP2 would hold in a different kind of memory from the others."""
     for name, weight in model.named_parameters() if plan.layout.precision != "float32" else ():
         if weight.is_complex():
-            raise UsageError(f"{name} is complex, which FSDP2 would cast in 16 bits: use --mixed_precision no")
+            raise UsageError(f"{name} is complex, and FSDP2 would cast it to 16 bits: use --mixed_precision no")
     scalar = next((name for name, weight in model.named_parameters() if weight.ndim == 0), None)
     if scalar is not None and sharding.offloads(plan.layout):
         raise UsageError(

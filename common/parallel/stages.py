@@ -48,7 +48,7 @@ def _leave(*args: Any, **named: Any) -> Tensor:
 
 
 def leave_before_layers(run: Run, model: nn.Module, is_entry: bool = False) -> Tensor:
-    """The hidden states that a pass brings to the layers after a stage, or after an entry."""
+    """Runs a pass up to the layers after a stage, or after an entry. Returns the hidden states that reach them."""
     try:
         with in_front(Absent.in_front or is_entry):
             run(model)

@@ -77,7 +77,7 @@ def model_checks(layout: Layout) -> list[ModelCheck]:
 
 
 def check_trainable(setup: Setup) -> Setup:
-    """The setup, with what the layout's strategies need to know about the model. Raises UsageError for a model or an
+    """Returns the setup with the plans of the layout's strategies for this model. Raises UsageError for a model or an
     optimizer that the run's layout cannot train, or whose result would differ from one process."""
     for check in model_checks(setup.plan.layout):
         check(setup.model, setup.optimizer, setup.plan)

@@ -6,6 +6,7 @@ shard of it: all collectives are in this module.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,6 +53,9 @@ class TensorGroup:
         self.mesh, self.size, self.rank = mesh, mesh.size(), mesh.get_local_rank()
         self._name = mesh.get_group().group_name
         self._last: tuple[Tensor, int, Tensor] | None = None
+
+    def __deepcopy__(self, memo: object) -> "TensorGroup":
+        return self  # a copy of a divided module has the same processes
 
     @staticmethod
     def keep(value: Tensor) -> Tensor:
@@ -106,12 +110,12 @@ def divide(module: Any, style: str, group: TensorGroup, attribute: str = "") -> 
         return
     own, packs = module.forward, int(number) if number.isdigit() else 1
     if style == NORM_OF_HEADS:  # the weight is whole, and its gradient the sum over the heads
-        _replace_forward(module, own, weights=group.copy)
+        module.forward = partial(_forward, module, own, weights=group.copy)
         return
     if style == EXPERTS:  # both halves of the first weight, gate and up, are colwise
         divide_weight(module, "gate_up_proj", group.mesh, [_StridedShard(1, split_factor=2)])
         divide_weight(module, "down_proj", group.mesh, [Shard(2)])
-        _replace_forward(module, own, group.copy, group.sum)
+        module.forward = partial(_forward, module, own, given=group.copy, returned=group.sum)
         return
     by_inputs = "rowwise" in style
     for key, weight in list(module.named_parameters()):
@@ -121,10 +125,13 @@ def divide(module: Any, style: str, group: TensorGroup, attribute: str = "") -> 
             divide_weight(module, key, group.mesh, [placement])
     given, returned = (getattr(group, name) for name in ENDS["colwise" if packs > 1 else style])
     if is_conv1d(module):
-        own = lambda value: F.linear(value, module.weight.T, module.bias)  # noqa: E731  # its own has the whole width
+        own = partial(_transposed, module)  # its own has the whole width
     elif isinstance(module, nn.Embedding) and by_inputs:
-        own, given = _look_up(module, group), group.keep
-    _replace_forward(module, own, given, returned, adds_bias=by_inputs)
+        num_rows, padding = module.num_embeddings // group.size, module.padding_idx
+        own, given = partial(_look_up, own, num_rows * group.rank, num_rows), group.keep
+        if padding is not None:  # one process has its row
+            module.padding_idx = padding % num_rows if padding // num_rows == group.rank else None
+    module.forward = partial(_forward, module, own, given=given, returned=returned, adds_bias=by_inputs)
 
 
 def divide_weight(module: nn.Module, key: str, mesh: DeviceMesh, placements: Sequence[Placement]) -> None:
@@ -145,35 +152,32 @@ def other_weights(module: nn.Module, change: Change, without: str = "") -> Itera
         module._parameters.update(held)
 
 
-def _replace_forward(
+def _forward(
     module: nn.Module,
     own: Callable[..., Tensor],
+    *args: Any,
     given: Change = TensorGroup.keep,
     returned: Change = TensorGroup.keep,
     weights: Change = local,
     adds_bias: bool = False,
-) -> None:
-    """Changes a module's inputs, outputs and weights in its pass. `adds_bias`: adds the bias to the outputs."""
+    **named: Any,
+) -> Tensor:
+    """A module's pass with changed inputs, outputs and weights. `adds_bias`: adds the bias to the outputs.
 
-    def forward(*args: Any, **named: Any) -> Tensor:
-        with other_weights(module, weights, without="bias" if adds_bias else ""):
-            output = returned(own(*map(given, (*args, *named.values()))))
-        bias = module._parameters.get("bias") if adds_bias else None
-        return output if bias is None else output + bias
+    A partial of it becomes `forward`. A deep copy of the model would share a function within a function, and so compute
+    with the weights of the original.
+    """
+    with other_weights(module, weights, without="bias" if adds_bias else ""):
+        output = returned(own(*map(given, (*args, *named.values()))))
+    bias = module._parameters.get("bias") if adds_bias else None
+    return output if bias is None else output + bias
 
-    module.forward = forward
+
+def _transposed(module: Any, value: Tensor) -> Tensor:
+    return F.linear(value, module.weight.T, module.bias)
 
 
-def _look_up(module: nn.Embedding, group: TensorGroup) -> Change:
+def _look_up(own: Change, first: int, num_rows: int, ids: Tensor) -> Tensor:
     """The pass of an embedding where each process has some of the rows: zeros for the others."""
-    own, num_rows = module.forward, module.num_embeddings // group.size
-    first = num_rows * group.rank
-    if module.padding_idx is not None:
-        is_here = first <= module.padding_idx < first + num_rows
-        module.padding_idx = module.padding_idx - first if is_here else None
-
-    def look_up(ids: Tensor) -> Tensor:
-        is_here = (ids >= first) & (ids < first + num_rows)
-        return own((ids - first).where(is_here, 0)).masked_fill(~is_here.unsqueeze(-1), 0)
-
-    return look_up
+    is_here = (ids >= first) & (ids < first + num_rows)
+    return own((ids - first).where(is_here, 0)).masked_fill(~is_here.unsqueeze(-1), 0)

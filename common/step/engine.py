@@ -73,8 +73,6 @@ class Engine:
         self.replicas = Replicas(setup, self.saved_tensors, self.holders)
         self.trained = Trained(self.accelerator, optimizer, self.saved_tensors)
         model.train()  # a pretrained model arrives in evaluation mode
-        for group in optimizer.param_groups:
-            group.setdefault("initial_lr", group["lr"])
         decay = self.plan.config.ema_decay
         self.ema = EMA(self._updated_tensors(), decay, self._after_swap) if decay else None
         # Made once: a copy stalls a GPU.
@@ -287,10 +285,9 @@ class Engine:
             # Buffers may differ between processes: DDP uses the first process's.
             shards += shards_of(f"model.{name}", tensor, holders, of_first=not isinstance(tensor, nn.Parameter))
             for slot, value in self._own_optimizer.state.get(tensor, {}).items():
-                if value is not None and not isinstance(value, Tensor):
-                    value = as_tensor(type(self._own_optimizer).__name__, slot, value)
                 if value is not None:
-                    shards += shards_of(f"optimizer.{name}.{slot}", value, holders)
+                    state = as_tensor(self._own_optimizer, slot, value)
+                    shards += shards_of(f"optimizer.{name}.{slot}", state, holders)
             if tensor in averages:
                 shards += shards_of(f"average.{name}", averages[tensor], holders)
         return shards

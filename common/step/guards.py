@@ -101,9 +101,9 @@ def always_calls(model: nn.Module, values_of: NumberedStep) -> NumberedStep:
         values = values_of(given, batch, number)
         if torch.is_grad_enabled() and not calls.number:
             raise UsageError(
-                f"forward_step does not call the model that it is given in step {number + 1}, so nothing connects the "
-                "processes: call model(...), not one of its methods or layers, and not a model from outside "
-                "forward_step; if only some batches need it: call it in each pass, times 0 where it must not count"
+                f"forward_step does not call the model that it is given in step {number + 1}, so the processes do not "
+                "share gradients: call model(...), not one of its methods or layers, and not a model from outside "
+                "forward_step; if only some batches need it, call it for every batch and multiply the result by 0"
             )
         return values
 
@@ -126,8 +126,7 @@ def check_all_used(trained: Mapping[str, Tensor], values: Sequence[Tensor]) -> N
 def not_used(what: str) -> UsageError:
     return UsageError(
         f"{what}: freeze weights that no pass uses, with requires_grad_(False) or by leaving them out of the "
-        "optimizer; if only some passes use a layer: set layerdrop to 0, or call it in each pass, times 0 where it "
-        "must not count"
+        "optimizer; if only some passes use a layer, set layerdrop to 0, or call it in every pass and multiply by 0"
     )
 
 

@@ -29,15 +29,13 @@ def choose_fused_kernels(accelerator: Accelerator, optimizer: torch.optim.Optimi
     # A fused kernel hides the steps that loss scaling skips.
     if chosen or accelerator.scaler is not None or not (kind in FUSED_ADAM or is_plain):
         return
-    if all(map(_fits_fused_kernels, map(local, weights))):
-        for settings in (options, *groups):
-            settings["fused"] = True
-
-
-def _fits_fused_kernels(weight: Tensor) -> bool:
-    """Fused kernels ignore strides of weights with gaps, and on a CPU fail with 16-bit weights (SGD, torch 2.13)."""
-    has_gaps = torch.empty_like(weight, device="meta").stride() != weight.stride()
-    return weight.is_floating_point() and not has_gaps and not (weight.is_cpu and weight.dtype in LOW_PRECISION)
+    for weight in map(local, weights):
+        # Fused kernels ignore strides of weights with gaps, and on a CPU fail with 16-bit weights (SGD, torch 2.13).
+        has_gaps = torch.empty_like(weight, device="meta").stride() != weight.stride()
+        if has_gaps or not weight.is_floating_point() or (weight.is_cpu and weight.dtype in LOW_PRECISION):
+            return
+    for settings in (options, *groups):
+        settings["fused"] = True
 
 
 def exchange_weights(optimizer: torch.optim.Optimizer, replaced: Mapping[nn.Parameter, nn.Parameter]) -> None:
@@ -102,7 +100,7 @@ def step_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor | float |
         lines = [str(error), *(frame.line or "" for frame in traceback.extract_tb(error.__traceback__))]
         if any("closure" in text.lower() or "required positional argument" in text for text in lines):
             raise UsageError(
-                f"{name} calls the model several times per step, or its step has arguments, which fit does not support "
+                f"{name} calls the model several times per step, or its step has arguments; fit does not support this "
                 f"({line})",
                 "use another optimizer",
             ) from None

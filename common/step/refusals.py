@@ -40,13 +40,13 @@ def check_given(model: Any, optimizer: Any, given: Mapping[str, Any] = MappingPr
     prepared = [part for part in (model, optimizer) if getattr(part, "_is_accelerate_prepared", False)]
     if prepared or isinstance(optimizer, AcceleratedOptimizer):
         name = type(prepared[0] if prepared else optimizer).__name__
-        raise UsageError(f"{name} is already prepared, which fit does itself", "remove accelerator.prepare(...)")
+        raise UsageError(f"{name} is already prepared, and fit does this itself", "remove accelerator.prepare(...)")
     if hasattr(model, "_orig_mod"):  # of torch.compile(model), whose weights have other names
         raise UsageError("the model is compiled", "give fit the model without torch.compile, and use --compile")
     wrapped = any(isinstance(module, DataParallel | DistributedDataParallel) for module in model.modules())
     if wrapped or any(map(is_divided, model.parameters())):
         raise UsageError(
-            f"{type(model).__name__} is already wrapped for several processes, which fit does itself",
+            f"{type(model).__name__} is already wrapped for several processes, and fit does this itself",
             "give fit the model without the wrapper",
         )
     _check_is_optimizer(optimizer)

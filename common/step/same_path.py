@@ -13,7 +13,6 @@ from torch import distributed as dist
 from ..data.sets import Batch, NumberedStep
 from ..errors import UsageError
 from ..plan import Plan
-from ..weights.shards import is_gathered
 
 MOST_CALLS = 8  # of a layer in a pass that are told apart; a generated text has hundreds
 
@@ -34,7 +33,8 @@ class SamePath:
         self._number, self._met = 0, ""  # of the last meeting, and what this process did there
         # ZeRO-3 gathers within the graphs of torch.compile, where this cannot be called.
         for name, module in model.named_modules():
-            if is_gathered(module) and (hasattr(module, "reshard") or not plan.config.compile):
+            of_zero = any(hasattr(weight, "ds_id") for weight in module.parameters(recurse=False))
+            if hasattr(module, "reshard") or (of_zero and not plan.config.compile):
                 self._is_needed = True
                 what = f"calls {name.removeprefix('module').lstrip('.') or 'the model'}"
                 module.register_forward_pre_hook(partial(self._before, what), prepend=True)  # before it is gathered

@@ -28,11 +28,6 @@ class TensorReader(Protocol):
         """Reads a tensor, or its range of `sizes` from `offsets`, onto the CPU."""
 
 
-def is_gathered(module: nn.Module) -> bool:
-    """Whether each call gathers a module's weights: of layers under FSDP2, of each module with weights under ZeRO-3."""
-    return hasattr(module, "reshard") or any(hasattr(weight, "ds_id") for weight in module.parameters(recurse=False))
-
-
 @dataclass(frozen=True)
 class Shard:
     """The range of a tensor that this process holds: all of it, or a part."""

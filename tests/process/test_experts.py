@@ -110,7 +110,7 @@ def test_an_expert_that_gets_no_token(tmp_path: Path) -> None:
             CONFIG,
             SCRIPT,
             f"{ARGUMENTS} --num_experts 3",
-            "has 3 experts, which 2 processes cannot share: use",
+            "has 3 experts, not divisible by 2 processes: use",
         ),
         (
             "ddp",

@@ -255,7 +255,7 @@ def test_a_killed_run_goes_on_under_another_product(
         ),
         (
             *("tensor_parallel", 8, "", "--parallelism_config_sp_size 4"),
-            "4 attention heads, which 8 processes cannot share: use a smaller sp_size or tp_size in the config file",
+            "4 attention heads, not divisible by 8 processes: use a smaller sp_size or tp_size in the config file",
         ),
     ],
 )

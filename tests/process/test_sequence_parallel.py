@@ -15,7 +15,7 @@ from support.runs import Run, assert_same_result, refused, weight_distance
 
 SCRIPT, ARGUMENTS = RECIPES["transformer"]
 REFUSED = {
-    "5 heads": "LlamaForCausalLM has 5 attention heads, which {} processes cannot share: use sp_size 5 in",
+    "5 heads": "LlamaForCausalLM has 5 attention heads, not divisible by {} processes: use sp_size 5 in",
     "eager": "attention eager cannot divide sequences: use --attention sdpa",
     "mamba": "MambaForCausalLM's attention cannot divide sequences: use --config_file",
     "bloom": "BloomForCausalLM's attention cannot divide sequences: use --config_file",

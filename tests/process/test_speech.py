@@ -270,7 +270,7 @@ def test_what_whisper_does_not_take(tmp_path: Path, folder: Path) -> None:
         start,
         "<|de|>",
     ]
-    assert line(first, 1.01, "ab", *loaded) == "a.wav has 1.01 s, but the model reads 1 s: cut it into sentences"
+    assert line(first, 1.01, "ab", *loaded) == "a.wav is 1.01 s long, but the model reads 1 s: cut it into sentences"
     writes = "tokens, but the model writes at most 9"
     assert line(first, 1, "a" * 9, *loaded) == f"a.wav: its text has 10 {writes}: use --max_target_length 10"
     assert line(first, 1, "a" * 20, *loaded) == f"a.wav: its text has 21 {writes}: cut the recording"
@@ -291,7 +291,7 @@ def test_a_recording_that_is_too_long(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "data" / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
     flags = whisper_flags(folder).replace(str(folder / "texts"), str(tmp_path / "data")) + " --language german"
     line = refused(fork(tmp_path / "run", "single", SCRIPT, flags, succeeds=False))
-    assert line == f"error: {tmp_path}/data/7.wav has 1.12 s, but the model reads 1 s: cut it into sentences"
+    assert line == f"error: {tmp_path}/data/7.wav is 1.12 s long, but the model reads 1 s: cut it into sentences"
 
 
 def test_a_language_is_for_whisper(tmp_path: Path, folder: Path) -> None:

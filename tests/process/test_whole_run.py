@@ -123,6 +123,8 @@ BEGINS: dict[tuple[str, str], str | None] = {
     ("saves_itself", "pipeline_parallel"): None,
     ("batch", "zbv"): None,
     ("eval_mode", "tensor_parallel"): None,
+    **{("gradient_penalty", config): None for config in ("deepspeed_zero2", "deepspeed_zero1", "fsdp2")},
+    **{("teacher", config): None for config in ("tensor_parallel", "ddp", "deepspeed_zero2")},
 }
 
 

@@ -70,7 +70,7 @@ def damage(folder: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        ("truncated", "train-images-idx3-ubyte has 1000 bytes, its header says 36880: download it again"),
+        ("truncated", "train-images-idx3-ubyte has 1000 bytes, but its header says 36880: download it again"),
         ("truncated gzip", "train-images-idx3-ubyte.gz is damaged"),
         ("not gzip", "train-images-idx3-ubyte.gz is not a .gz file: remove .gz from its name, or copy it again"),
         ("wrong magic", "train-images-idx3-ubyte is not an IDX file of bytes with 3 dimensions"),

@@ -112,6 +112,20 @@ def counting(model: nn.Module) -> tuple[Any, Any]:
     return step, counted
 
 
+def test_a_model_without_memory_is_left_alone() -> None:
+    """As in PyTorch's tutorial of ensembles: torch.func calls it with other weights."""
+    skeleton, (model, optimizer) = nn.Linear(4, 4, device="meta"), trained()
+    before = [weight.clone() for weight in model.parameters()]
+
+    def forward_step() -> torch.Tensor:
+        return torch.func.functional_call(skeleton, dict(model[0].named_parameters()), torch.ones(4))
+
+    with kept(model, optimizer, [forward_step], CPU) as changes:
+        train(model, optimizer)
+        forward_step()
+    assert all(map(torch.equal, model.parameters(), before)) and skeleton.weight.is_meta and not changes.names
+
+
 def test_what_functions_count_is_given_back_and_named() -> None:
     model, optimizer = trained()
     step, counted = counting(model)

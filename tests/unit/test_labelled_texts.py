@@ -230,6 +230,6 @@ def test_numbers_of_classes_in_lists(tmp_path: Path) -> None:
 def test_ids_are_no_classes(tmp_path: Path) -> None:
     data = write(tmp_path / "a.csv", "text,label", *(f"t,{10**12 + number}" for number in range(50)))
     ids = ", ".join(str(10**12 + number) for number in range(6))
-    line = f"50 texts have classes like ids, {ids}, ... (50 in all): expected several of each"
+    line = f"50 texts have 50 classes ({ids}, ... (50 in all)): expected several texts of each"
     with pytest.raises(UsageError, match=re.escape(line)):
         load_labelled_texts(data)

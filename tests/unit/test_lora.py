@@ -174,7 +174,7 @@ def test_adapters_of_peft_go_on(tmp_path: Path) -> None:
         ),
         (
             lambda folder: (of_peft(folder), save_file({}, folder / "adapter_model.safetensors", {"base": "other"})),
-            "was made with base other, this run has",
+            "belongs to base other, but this run has",
         ),
     ],
 )

@@ -123,7 +123,7 @@ def test_weights_on_the_command_line_that_are_none(data: str) -> None:
 
 
 def test_a_source_twice() -> None:
-    with pytest.raises(UsageError, match="names a source twice"):
+    with pytest.raises(UsageError, match="lists a source twice"):
         weights_of("a.jsonl:1,a.jsonl:2")
 
 

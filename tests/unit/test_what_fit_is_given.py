@@ -130,7 +130,7 @@ class Compiled(nn.Module):
             lambda model: WrapperByName(sgd(model)),
             "WrapperByName: expected one whole torch.optim.Optimizer: call super().__init__",
         ),
-        (prepared, "AcceleratedOptimizer is already prepared, which fit does itself: remove accelerator.prepare"),
+        (prepared, "AcceleratedOptimizer is already prepared, and fit does this itself: remove accelerator.prepare"),
         (lambda model: torch.optim.lr_scheduler.StepLR(sgd(model), 1), "use --lr_schedule, or schedule="),
         (lambda model: None, "the optimizer is None: expected one whole torch.optim.Optimizer: use, for example"),
         (lambda model: torch.optim.SGD, "the optimizer is the class SGD: expected"),
@@ -217,7 +217,7 @@ def test_norm_of_sparse_gradients() -> None:
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        (NeedsClosure, "NeedsClosure calls the model several times per step, or its step has arguments, which fit"),
+        (NeedsClosure, "NeedsClosure calls the model several times per step, or its step has arguments; fit"),
         (Sam, "Sam calls the model several times per step"),
         (NeedsLoss, "NeedsLoss calls the model several times per step, or its step has arguments"),
         (torch.optim.LBFGS, "LBFGS calls the model several times per step"),
@@ -278,7 +278,7 @@ def test_weights_that_zero_would_train_in_float32() -> None:
     model = nn.Linear(2, 2).bfloat16()
     check_weights(model, sgd(model), Plan.of(RunConfig(), Layout(precision="bf16"), 99))
     line = refusal(check_weights, model, sgd(model), Plan.of(RunConfig(), Layout(), 99))
-    assert "weight is bfloat16, which DeepSpeed would cast: use --config_file accelerate_configs/ddp.yaml" in line
+    assert "weight is bfloat16, and DeepSpeed would cast it: use --config_file accelerate_configs/ddp.yaml" in line
 
 
 ROWS = [{"x": torch.ones(index + 1), "boxes": torch.ones(index + 1, 4)} for index in range(2)]

@@ -1,5 +1,6 @@
 """A recipe that begins something, --what, at step 4, after the checked steps."""
 
+import copy
 import os
 from dataclasses import dataclass
 from functools import partial
@@ -138,10 +139,23 @@ def change_more(whole: nn.Module, batch: Batch, output: Tensor, step: int) -> fl
     return 0.8 if whole.what == "eval_mode" and not whole.training else 1.0
 
 
+def penalty(model: Any, given: Tensor, output: Tensor, whole: Any) -> Tensor:
+    what = getattr(whole, "what", "")
+    if what == "gradient_penalty" and model.training:
+        given = given.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(model(given).sum(), given, create_graph=True)
+        return 0.1 * slope.pow(2).sum(-1)
+    if what == "teacher":  # an average of weights that begins late copies the model, too
+        HANDLES[:] = HANDLES or [copy.deepcopy(whole).requires_grad_(False)]
+        return 0.1 * (output - HANDLES[0](given).detach()) ** 2
+    return torch.zeros(())
+
+
 def forward_step(model: Any, batch: Batch, step: int, whole: nn.Module, captured: list[Tensor]) -> dict[str, Tensor]:
     NOW["step"], what = step, whole.what if step >= BEGIN else ""
     change_once(model, what)
-    output, more = model(batch["x"]), torch.zeros(())
+    output = model(batch["x"])
+    more = penalty(model, batch["x"], output, whole if what else None)
     if what == "second_view":
         output = output - model(-batch["x"])
     if what == "neighbours":

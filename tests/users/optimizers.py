@@ -24,6 +24,26 @@ def number_in_the_state(optimizer: Any, group: dict, weight: Tensor, step: Tenso
     return step / optimizer.state[weight]["count"]
 
 
+def numbers_in_the_group(optimizer: Any, group: dict, weight: Tensor, step: Tensor) -> Tensor:
+    """A tuple, as betas are, and a list that grows."""
+    first, second = group.setdefault("pair", (1.0, 2))
+    group["pair"] = first / 2, second + 1
+    group.setdefault("history", []).append(second)
+    return step * first / len(group["history"])
+
+
+def number_or_tensor(optimizer: Any, group: dict, weight: Tensor, step: Tensor) -> Tensor:
+    """A tensor of the shape of a matrix, a number for a vector, whole or not."""
+    state = optimizer.state[weight]
+    state["sum"] = state.get("sum", 1) + (step.abs() if weight.ndim > 1 else 0.5)
+    return step / state["sum"]
+
+
+def state_of_all(optimizer: Any, group: dict, weight: Tensor, step: Tensor) -> Tensor:
+    optimizer.state["all"] = {"count": optimizer.state.get("all", {}).get("count", 0) + 1}
+    return step / optimizer.state["all"]["count"]
+
+
 def orthogonal(optimizer: Any, group: dict, weight: Tensor, step: Tensor) -> Tensor:
     return step / (1e-6 + torch.linalg.matrix_norm(weight.grad, 2)) if weight.ndim == 2 else step
 
@@ -62,6 +82,9 @@ SGD_HABITS: dict[str, Callable[[Any, dict, Tensor, Tensor], Tensor]] = {
     "counter_in_an_attribute": lambda optimizer, group, weight, step: step / optimizer.count,
     "counter_in_the_group": counter_in_the_group,
     "number_in_the_state": number_in_the_state,
+    "numbers_in_the_group": numbers_in_the_group,
+    "number_or_tensor": number_or_tensor,
+    "state_of_all": state_of_all,
     "rate_of_each_weight": lambda optimizer, group, weight, step: step * getattr(weight, "rate", 1.0),
     "sign": lambda optimizer, group, weight, step: step.sign() * group["lr"],
     "orthogonal": orthogonal,

@@ -10,7 +10,7 @@ from accelerate_recipes.doctor.config_file import Config, is_count
 from accelerate_recipes.doctor.finding import Finding, as_yaml
 from accelerate_recipes.doctor.rules.keys import READERS, known
 
-PRECISIONS = ("no", "fp16", "bf16", "fp8")
+PRECISIONS = ("no", "fp16", "bf16")
 OTHER_DEVICES = ("XLA", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_HPU", "MULTI_NEURON")
 PLACEHOLDER = re.compile(
     r".*[<>{}$\[\]*?\s].*|.*\bx+\b.*"  # <ip>, $MASTER_ADDR, xxx, 192.168.x.x
@@ -22,16 +22,6 @@ PLACEHOLDER = re.compile(
 NUMBERS = re.compile(r"[\d.]+")
 IPV4 = re.compile(r"((25[0-5]|2[0-4]\d|1?\d?\d)(\.(?!$)|$)){4}")
 LOOPBACK = re.compile(r"localhost|127\.\d+\.\d+\.\d+|::1|0\.0\.0\.0", re.IGNORECASE)
-
-
-def sagemaker(config: Config) -> Iterator[Finding]:
-    """A file for Amazon SageMaker, which is a different kind of file."""
-    if not config.is_local:
-        yield Finding(
-            f"compute_environment is {config.values['compute_environment']}",
-            "these recipes run on machines that you start yourself",
-            "compute_environment: LOCAL_MACHINE, with the keys of a file in accelerate_configs/",
-        )
 
 
 def unknown_kind(config: Config) -> Iterator[Finding]:
@@ -49,7 +39,13 @@ def unknown_kind(config: Config) -> Iterator[Finding]:
 
 
 def unsupported_kind(config: Config) -> Iterator[Finding]:
-    """A distributed_type for hardware or libraries that these recipes do not use."""
+    """A service (Amazon SageMaker), or a distributed_type for hardware or libraries that these recipes do not use."""
+    if not config.is_local:
+        yield Finding(
+            f"compute_environment is {config.values['compute_environment']}",
+            "these recipes run on machines that you start yourself",
+            "compute_environment: LOCAL_MACHINE, with the keys of a file in accelerate_configs/",
+        )
     if config.kind in OTHER_DEVICES:
         yield Finding(
             f"distributed_type is {config.kind}",
@@ -66,7 +62,7 @@ def unsupported_kind(config: Config) -> Iterator[Finding]:
 
 
 def unknown_precision(config: Config) -> Iterator[Finding]:
-    """A precision that Accelerate does not know, such as no without quotes, which YAML reads as false."""
+    """A precision that Accelerate or a recipe does not know, such as no without quotes, which YAML reads as false."""
     value = config.values.get("mixed_precision")
     if value is None or (isinstance(value, str) and value.lower() in PRECISIONS):
         return
@@ -75,7 +71,7 @@ def unknown_precision(config: Config) -> Iterator[Finding]:
     known = meant.get(str(value).lower())
     yield Finding(
         f"mixed_precision is {given}",
-        f"accelerate launch ends with an error; it knows {', '.join(PRECISIONS)}; YAML reads a bare no as false",
+        f"the run ends with an error; a recipe trains in {', '.join(PRECISIONS)}; YAML reads a bare no as false",
         Edit("mixed_precision", known) if known else "mixed_precision: bf16, fp16 or 'no'",
     )
 
@@ -183,4 +179,4 @@ def gpu_ids(config: Config) -> Iterator[Finding]:
         )
 
 
-RULES = (sagemaker, unknown_kind, unsupported_kind, unknown_precision, counts, machine_rank, address, port, gpu_ids)
+RULES = (unknown_kind, unsupported_kind, unknown_precision, counts, machine_rank, address, port, gpu_ids)

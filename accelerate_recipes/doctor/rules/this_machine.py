@@ -12,7 +12,6 @@ LAUNCHER_BYTES = 150 * 2**20
 PROCESS_BYTES = 225 * 2**20
 PREFETCHED = 2  # batches that each worker of torch's DataLoader holds ready
 SMALL_SHARED_MEMORY = 64 * 2**20  # what Docker gives a container by default
-FP8_PACKAGES = ("torchao", "transformer-engine", "msamp")
 
 
 def unusable_gpu(machine: Machine) -> Iterator[Finding]:
@@ -87,12 +86,6 @@ def packages(config: Config) -> Iterator[Finding]:
             "mpirun is not installed",
             "accelerate launch starts the processes with it",
             "apt-get install openmpi-bin (Debian); or distributed_type: MULTI_GPU without mpirun_config",
-        )
-    if config.precision == "fp8" and not any(name in config.machine.versions for name in FP8_PACKAGES):
-        yield Finding(
-            "mixed_precision is fp8, but torchao, Transformer Engine and MS-AMP are not installed",
-            "accelerate launch refuses it: FP8 is not available on this machine",
-            "mixed_precision: bf16",
         )
 
 

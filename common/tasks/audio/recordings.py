@@ -109,8 +109,8 @@ def wave_for(extractor: Any, recording: Recording) -> Any:
     """The wave of a recording for a feature extractor. Raises UsageError if it would cut off the end."""
     wave, most = resample(recording, extractor.sampling_rate), getattr(extractor, "n_samples", None)
     if most and len(wave) > most:
-        seconds = f"{len(wave) / extractor.sampling_rate:.2f} s, but the model reads {extractor.chunk_length} s"
-        raise UsageError(f"{recording.name} has {seconds}: cut it into sentences")
+        seconds = f"{len(wave) / extractor.sampling_rate:.2f} s long, but the model reads {extractor.chunk_length} s"
+        raise UsageError(f"{recording.name} is {seconds}: cut it into sentences")
     return wave
 
 

@@ -40,7 +40,7 @@ class VisionEncoder:
     def __init__(self, processor: Any, image_token: int, max_length: int):
         self.processor, self.image_token, self.max_length = processor, image_token, max_length
         if not hasattr(processor, "image_processor"):
-            raise UsageError(f"{type(processor).__name__} reads no images: use recipes/finetune.py")
+            raise UsageError(f"{type(processor).__name__} does not process images: use recipes/finetune.py")
         small, wide = Image.new("RGB", (48, 48), "white"), Image.new("RGB", (96, 48), "grey")
         both = self._process(render(_asking(2), processor), [small, wide])
         length = both["input_ids"].shape[1]

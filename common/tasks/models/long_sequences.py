@@ -37,7 +37,7 @@ class LongSequences:
         config, name = self._config, type(self.model).__name__
         if config.num_attention_heads % size:
             raise UsageError(
-                f"{name} has {config.num_attention_heads} attention heads, which {size} processes cannot share",
+                f"{name} has {config.num_attention_heads} attention heads, not divisible by {size} processes",
                 f"use sp_size {sizes_that_divide(config.num_attention_heads)} in the config file",
             )
         takes = inspect.signature(type(self.model).forward).parameters

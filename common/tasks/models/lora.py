@@ -74,7 +74,7 @@ class Adapter:
         with safe_open(folder / FILE, "pt") as file:
             base = (file.metadata() or {}).get("base")
         if base != self.base_digest and not (is_of_peft and base is None):
-            raise UsageError(f"{folder} was made with base {base}, this run has {self.base_digest}")
+            raise UsageError(f"{folder} belongs to base {base}, but this run has {self.base_digest}")
         own = {_without_name(name): name for name in names}
         return {own.get(name, name): weight for name, weight in load_file(folder / FILE).items()}
 

@@ -55,7 +55,9 @@ class Opener:
             raise UsageError(f"{name} cannot be read ({_reason(file, error)})") from None
 
     def _decode(self, image: Image.Image, name: str) -> Any:
-        raw = _raw_mode(image)
+        tiles = getattr(image, "tile", None)
+        arguments = tiles[0].args if tiles else ""  # Pillow's mode of the pixels in the file, perhaps with others
+        raw = str(arguments if isinstance(arguments, str) else (arguments or [""])[0])
         image.load()
         is_grey = ImageMode.getmode(image.mode).basemode == "L" or raw in ("LA", "LA;16B")  # which opens as RGBA
         has_palette, turn = image.mode.startswith("P"), -1
@@ -93,13 +95,6 @@ class Opener:
         if not self.said[kind]:
             self.said[kind] = 1
             say(line)
-
-
-def _raw_mode(image: Image.Image) -> str:
-    """Pillow's raw mode of the pixels in the file; "" if unknown."""
-    tiles = getattr(image, "tile", None)
-    arguments = tiles[0].args if tiles else ""
-    return str(arguments if isinstance(arguments, str) else (arguments or [""])[0])
 
 
 def _scale_key(image: Image.Image, raw: str) -> None:

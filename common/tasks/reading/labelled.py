@@ -86,7 +86,9 @@ def with_same_classes(data: str, parts: Sequence[Labelled], what: str) -> list[L
         raise UsageError(f"{line}: expected two or more, {advice}")
     if len(used) > max(MANY, size / 2):
         names = shorten(in_order(used))
-        raise UsageError(f"--data {data}: {size:,} {what}s have classes like ids, {names}: expected several of each")
+        raise UsageError(
+            f"--data {data}: {size:,} {what}s have {len(used):,} classes ({names}): expected several {what}s of each"
+        )
     classes = [*dict.fromkeys(name for part in parts for name in part.classes)]
     classes = in_order(classes) if own == in_order(own) else classes
     return [part.reorder(classes) for part in parts]

@@ -31,7 +31,7 @@ def weights_of(data: str) -> dict[str, float] | None:
         pairs = [word.rsplit(":", 1) for word in words]
         found: dict[Any, Any] = dict(pairs)
         if len(found) < len(pairs):
-            raise UsageError(f"--data {data} names a source twice: use each once, with its whole weight")
+            raise UsageError(f"--data {data} lists a source twice: list each once, with its total weight")
     elif Path(data).suffix in (".yaml", ".yml"):
         try:
             found = yaml.safe_load(Path(data).expanduser().read_text(encoding="utf-8"))

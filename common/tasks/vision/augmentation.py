@@ -31,8 +31,8 @@ class AugmentationFlags(VaryingFlags):
     """The flags of recipes whose images for training have holes, too, or mix."""
 
     erasing: float = flag(0.0, "probability of erasing a random rectangle", minimum=0, maximum=1)
-    mixup: float = flag(0.0, "alpha of mixup, which mixes pairs of images, such as 0.2; 0: off", minimum=0)
-    cutmix: float = flag(0.0, "alpha of CutMix, which pastes a part of another image, such as 1; 0: off", minimum=0)
+    mixup: float = flag(0.0, "mixup alpha, such as 0.2: mixes pairs of images; 0: off", minimum=0)
+    cutmix: float = flag(0.0, "CutMix alpha, such as 1: pastes a part of another image; 0: off", minimum=0)
 
 
 def variation(width: int, height: int, flags: VaryingFlags | None) -> tuple[Box, bool, Factors]:

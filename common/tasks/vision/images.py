@@ -128,7 +128,7 @@ def _read_idx(place: Path, name: str, num_dimensions: int) -> torch.Tensor:
         raise UsageError(f"{path} is not an IDX file of bytes with {num_dimensions} dimensions: download it again")
     shape = [int(length) for length in numpy.frombuffer(content, ">u4", num_dimensions, offset=4)]
     if len(content) != (expected := header_size + math.prod(shape)):
-        raise UsageError(f"{path} has {len(content)} bytes, its header says {expected}: download it again")
+        raise UsageError(f"{path} has {len(content)} bytes, but its header says {expected}: download it again")
     return torch.from_numpy(numpy.frombuffer(content, numpy.uint8, offset=header_size).copy()).view(shape)
 
 
