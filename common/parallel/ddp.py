@@ -34,13 +34,13 @@ class Ddp(Strategy):
         _let_ddp_send_state_alone(setup.model)
         engine = Engine(setup, setup.accelerator.prepare_model(setup.model))
         if isinstance(engine.model, DistributedDataParallel):
-            engine.model.__class__ = _Transparent
+            engine.model.__class__ = type("DistributedDataParallel", (_Transparent, type(engine.model)), {})
             if not engine.model.find_unused_parameters:
                 engine.after_backward.append(_refuses_missing_gradients(setup.model))
         return engine
 
 
-class _Transparent(DistributedDataParallel):
+class _Transparent(nn.Module):
     """Has the attributes of the recipe's module, such as a layer, as FSDP2's and DeepSpeed's model have."""
 
     def __getattr__(self, name: str) -> Any:

@@ -243,7 +243,7 @@ def test_adapters_of_another_base_are_refused(tmp_path: Path, adapted: Run) -> N
     other = fork(tmp_path / "other", "single", FINETUNE, f"{SHORT} --seed 1 --max_steps 1").output_dir / "model"
     path = adapted.output_dir / "checkpoints" / "step_00000003"
     flags = f"{LORA} --model_name_or_path {other} --resume_from_checkpoint {path}"
-    assert "belongs to base " in refused(fork(tmp_path / "run", "single", FINETUNE, flags, succeeds=False))
+    assert "was made with base " in refused(fork(tmp_path / "run", "single", FINETUNE, flags, succeeds=False))
     shutil.copytree(adapted.output_dir / "model", tmp_path / "run" / "model")
     flags = f"{LORA} --model_name_or_path {other} --evaluate_only"
     assert "belongs to base " in refused(fork(tmp_path / "run", "single", FINETUNE, flags, succeeds=False))
