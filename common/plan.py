@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 
 import torch
@@ -149,11 +149,6 @@ class Plan:
         epoch, position = divmod(step, self.steps_per_epoch)
         ids = self.epoch_order(epoch)[position * self.config.batch_size :][: self.config.batch_size]
         return ((epoch, row) for row in ids.view(-1, self.micro_batch_size))
-
-    def of_one_process(self) -> "Plan":
-        """The plan of one process that takes all processes' micro-batches, in the order of their rows."""
-        layout = Layout(precision=self.layout.precision, device=self.layout.device)
-        return replace(self, layout=layout, accumulation=self.accumulation * self.layout.data_parallel_size)
 
     def row(self, index: int) -> int:
         """The number of this process's micro-batch `index`, counted over all processes in a step."""

@@ -22,6 +22,7 @@ from ..data.batches import batches
 from ..data.sets import Batch, as_numbered_step
 from ..environment import num_cores
 from ..errors import UsageError, is_out_of_memory
+from ..layout import Layout
 from ..parallel.strategies import main_strategy
 from ..plan import Plan
 from ..seeds import restore_generators
@@ -75,13 +76,15 @@ class ReferenceRun:
         setup, every = self.setup, range(numbers[0] if first is None else first, numbers[-1] + 1)
         config = copy.copy(setup.plan.config)
         config.num_workers, config.ema_decay, config.compile = 0, 0.0, False
-        plan = replace(setup.plan.of_one_process(), config=config)
+        layout, num_rows = setup.plan.layout, setup.plan.accumulation * setup.plan.layout.data_parallel_size
+        single = Layout(precision=layout.precision, device=layout.device)
+        plan = replace(setup.plan, layout=single, accumulation=num_rows, config=config)  # all processes' micro-batches
         device, model, optimizer = setup.accelerator.device, setup.model, setup.optimizer
         of_evaluations = [setup.options.get(name) for name in ("summarize", "examples") if evaluate is not None]
         functions = [setup.forward_step, setup.batch_loss, plan.schedule, *of_evaluations]
-        observer = Observer(first_pass, setup.plan.layout)
+        observer = Observer(first_pass, layout)
         with (
-            _threads_of_all(model, setup.plan.layout.environment.local_world_size),
+            _threads_of_all(model, layout.environment.local_world_size),
             one_process(setup.accelerator),
             restore_generators(device),
             kept(model, optimizer, functions, device) as changes,

@@ -233,7 +233,7 @@ def load_exported(output_dir: str | Path, model: nn.Module | None = None) -> dic
     if expected is not None and f"{_digest(weights) % 2**64:016x}" != expected:
         raise UsageError(f"the weights in {folder} were altered after its run: train again")
     if model is not None:
-        check_same_model(folder, {name: list(weight.shape) for name, weight in weights.items()}, model)
+        check_same_model(folder, {name: (list(each.shape), each.dtype) for name, each in weights.items()}, model)
         model.load_state_dict(weights, strict=False)  # adapters are not all weights
     return weights
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import xxhash
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -58,11 +59,15 @@ def digest_of_json(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def check_same_model(folder: Path, shapes: dict[str, list[int]], model: nn.Module) -> None:
-    """Raises UsageError unless the weights in a folder, given as {name: shape}, match `model`."""
-    if shapes.keys() != (own := checkpoint_tensors(model)).keys():
-        name = min(shapes.keys() ^ own.keys())
+def check_same_model(folder: Path, found: dict[str, tuple[list[int], torch.dtype]], model: nn.Module) -> None:
+    """Raises UsageError unless the weights in a folder, given as {name: (shape, dtype)}, match `model`."""
+    if found.keys() != (own := checkpoint_tensors(model)).keys():
+        name = min(found.keys() ^ own.keys())
         raise UsageError(f"{folder} holds a different model: only one of the two has {name}")
-    for name, shape in shapes.items():
+    for name, (shape, dtype) in found.items():
+        if not torch.can_cast(dtype, own[name].dtype):  # a buffer that has become a number with digits
+            raise UsageError(
+                f"{name} is {dtype} in {folder}, {own[name].dtype} in the model: keep its type in training"
+            )
         if shape != list(own[name].shape):
             raise UsageError(f"{folder} holds a different model: {name} is {shape} there, {list(own[name].shape)} here")

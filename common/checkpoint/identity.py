@@ -71,8 +71,8 @@ def differences(identity: dict[str, Any], there: dict[str, Any]) -> list[tuple[s
 
 
 def own_flags(plan: Plan) -> dict[str, str]:
-    """{flag: value} of the flags that the recipe adds to the shared ones."""
-    shared = {field.name for field in fields(RunConfig)}
+    """{flag: value} of the flags that the recipe adds to the shared ones, and of those that change each step."""
+    shared = {field.name for field in fields(RunConfig)} - {"learning_rate", "weight_decay", "max_grad_norm"}
     return {name: str(value) for name, value in asdict(plan.config).items() if name not in shared}
 
 

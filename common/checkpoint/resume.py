@@ -46,15 +46,14 @@ class Checkpoint:
         """Loads the weights into the bare module, before `prepare`; or leaves them on disk. Raises UsageError."""
         if (reader := self.reader) is None:
             return
-        saved = {name: tensor["shape"] for name, tensor in reader.tensors.items() if name.startswith("model.")}
-        shapes = {name.removeprefix("model."): shape for name, shape in saved.items()}
-        check_same_model(self.path, shapes, model)
+        saved = {name[6:]: tensor for name, tensor in reader.tensors.items() if name.startswith("model.")}
+        found = {name: (tensor["shape"], getattr(torch, tensor["dtype"])) for name, tensor in saved.items()}
+        check_same_model(self.path, found, model)
         here = checkpoint_tensors(model)
-        for name in shapes:
+        for name in found:
             if here[name].is_meta:
                 leave_on_disk(here[name], reader, f"model.{name}")
-        in_memory = [name for name in shapes if not here[name].is_meta]
-        weights = {name: reader.tensor(f"model.{name}", maps=True) for name in in_memory}
+        weights = {name: reader.tensor(f"model.{name}", maps=True) for name in found if not here[name].is_meta}
         model.load_state_dict(weights, strict=False)  # a checkpoint of adapters holds only these
 
     def load_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

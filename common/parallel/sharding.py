@@ -1,6 +1,7 @@
 """Groups of layers that FSDP2 gathers together, how long it keeps them, and where shards are."""
 
 from collections.abc import Container, Sequence
+from contextlib import suppress
 
 from torch import nn
 
@@ -75,7 +76,10 @@ def ends_of(model: nn.Module, layers: Sequence[nn.Module]) -> tuple[list[nn.Modu
     inside = {module for layer in layers for module in layer.modules()}
     outside = [module for module in model.modules() if module not in inside]
     weights = [weight for module in outside for weight in module.parameters(recurse=False)]
-    embeddings = {end: _embedding_of(model, end) for end in ("input", "output")}
+    embeddings: dict[str, nn.Module | None] = dict.fromkeys(("input", "output"))
+    for end in embeddings:
+        with suppress(AttributeError, NotImplementedError):  # not a model of transformers, or it has none
+            embeddings[end] = getattr(model, f"get_{end}_embeddings")()
     if len({*weights}) < len(weights) or not any(embeddings.values()):
         return [], []
     base = getattr(model, getattr(model, "base_model_prefix", ""), model)
@@ -83,11 +87,3 @@ def ends_of(model: nn.Module, layers: Sequence[nn.Module]) -> tuple[list[nn.Modu
     ends = [embeddings["input"]], [*norms[-1:], embeddings["output"]]
     first, last = ([each for each in end if each in outside and [*each.parameters()]] for end in ends)
     return first, last
-
-
-def _embedding_of(model: nn.Module, end: str) -> nn.Module | None:
-    """The embedding at the "input" or "output" of a model of transformers; None if it has none."""
-    try:
-        return getattr(model, f"get_{end}_embeddings")()
-    except (AttributeError, NotImplementedError):
-        return None

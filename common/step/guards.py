@@ -14,6 +14,7 @@ from ..data.batches import fetch, keeps_draws
 from ..data.sets import Batch, MapDataset, NumberedStep
 from ..errors import UsageError
 from ..weights.on_disk import first_elements
+from ..weights.shards import checkpoint_tensors
 
 
 def freeze_what_is_not_trained(
@@ -21,7 +22,7 @@ def freeze_what_is_not_trained(
 ) -> dict[str, Any]:
     """Freezes the weights that the optimizer was not given: otherwise their gradients accumulate and count in the
     clipping norm. Drops gradients from before `fit`: each config would keep a different part of them. Prints what is
-    frozen. Returns the numbers of weights, for the run card."""
+    frozen. Returns the numbers of weights, for the run card. Raises UsageError for one that checkpoints lack."""
     model.zero_grad()
     given = {weight for group in optimizer.param_groups for weight in group["params"]}
     weights = list(model.parameters())
@@ -31,6 +32,9 @@ def freeze_what_is_not_trained(
         weight.requires_grad_(False)
     total = sum(weight.numel() for weight in weights)
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)
+    kept = {*checkpoint_tensors(model).values()}
+    for name in [name for name, weight in model.named_parameters() if weight.requires_grad and weight not in kept]:
+        raise UsageError(f"the model's own state_dict() leaves {name} out, and checkpoints would, too: return it there")
     line = f"trainable: {trained:,} of {total:,} weights"
     for what, those in (("frozen", frozen), ("frozen, because they are not in the optimizer", left)):
         if those:

@@ -60,7 +60,7 @@ class Numbers:
 
     def _versions(self) -> dict[str, Any]:
         """{what: version} of attributes and of values of parameter groups that are no numbers; and state that is not a
-        weight's, or whose name has a dot, with versions that are always new."""
+        weight's, or whose name has a dot, with versions that are always new. An object has no version."""
         values = {f"attribute {name}": value for name, value in vars(self.optimizer).items() if name not in OF_TORCH}
         weights: set[Any] = set()
         for number, group in enumerate(self.optimizer.param_groups):
@@ -73,7 +73,6 @@ class Numbers:
         versions: dict[str, Any] = {what: object() for what in others}
         for what, value in values.items():
             parts = [(id(part), part._version) if isinstance(part, Tensor) else part for part in tree_leaves(value)]
-            # Objects of other kinds never change.
             versions[what] = [part if isinstance(part, bool | int | float | str | tuple) else None for part in parts]
         return versions
 

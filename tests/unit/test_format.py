@@ -5,18 +5,27 @@ import os
 import pickle
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from accelerate import Accelerator
+from torch import Tensor, nn
 
-from accelerate_recipes.common.checkpoint.format import DamagedError, WriteError, digest_of_file, write_tensors
+from accelerate_recipes.common.checkpoint.format import (
+    DamagedError,
+    WriteError,
+    check_same_model,
+    digest_of_file,
+    write_tensors,
+)
 from accelerate_recipes.common.checkpoint.reader import Reader, check_coverage
 from accelerate_recipes.common.checkpoint.resume import newest
 from accelerate_recipes.common.checkpoint.writer import collect_shards, remove, write
 from accelerate_recipes.common.cpu_group import CpuGroup
-from accelerate_recipes.common.errors import RunError
+from accelerate_recipes.common.errors import RunError, UsageError
 from accelerate_recipes.common.records.output_dir import checkpoint_name
+from accelerate_recipes.common.step.guards import freeze_what_is_not_trained
 from accelerate_recipes.common.weights.shards import Shard
 from support.manifests import rewrite
 
@@ -255,3 +264,25 @@ def test_parts_that_do_not_make_the_whole_are_not_published(folder: Path) -> Non
 def test_type_that_files_cannot_hold_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"safetensors files cannot store torch\.complex128"):
         write_tensors(tmp_path / "file", {"a": torch.ones(1), "b": torch.ones(1, dtype=torch.complex128)})
+
+
+def test_a_buffer_that_has_become_another_kind_of_number_is_not_cut(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.register_buffer("count", torch.zeros((), dtype=torch.int64))
+    for dtype in (torch.int64, torch.int32, torch.bool):
+        check_same_model(tmp_path, {"count": ([], dtype)}, model)
+    line = r"count is torch.float32 in .*, torch.int64 in the model: keep its type in training"
+    with pytest.raises(UsageError, match=line):
+        check_same_model(tmp_path, {"count": ([], torch.float32)}, model)
+
+
+class LeavesOut(nn.Linear):
+    def state_dict(self, *arguments: Any, **options: Any) -> dict[str, Any]:
+        return {name: value for name, value in super().state_dict(*arguments, **options).items() if name != "bias"}
+
+
+def test_a_trained_weight_that_no_checkpoint_would_hold_is_refused() -> None:
+    model = LeavesOut(2, 2)
+    with pytest.raises(UsageError, match=r"the model's own state_dict\(\) leaves bias out, and checkpoints would"):
+        freeze_what_is_not_trained(Accelerator(cpu=True), model, torch.optim.SGD(model.parameters()))
+    freeze_what_is_not_trained(Accelerator(cpu=True), model, torch.optim.SGD([model.weight]))  # it is frozen
