@@ -45,9 +45,9 @@ class Numbers:
             for name, value in groups[at].items() if at < len(groups) else ():
                 group[name] = tuple(value) if isinstance(group.get(name), tuple) else value
         for state in self.optimizer.state.values():
-            for slot in content["numbers"]:
-                if isinstance(state.get(slot), Tensor) and not state[slot].ndim:  # it may be a number of some weights
-                    state[slot] = state[slot].item()
+            for slot, kind in content["numbers"].items():
+                if isinstance(held := state.get(slot), Tensor) and not held.ndim:  # it may be a number of some weights
+                    state[slot] = int(held) if kind == "int" and float(held).is_integer() else held.item()
 
     def check_complete(self) -> None:
         """Raises UsageError for anything of the optimizer that has changed and that a checkpoint does not hold."""
