@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -13,6 +13,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.autograd.graph import save_on_cpu
+from torch.distributed import fsdp
 from torch.utils.checkpoint import checkpoint
 
 from ..config import RunConfig
@@ -25,9 +26,6 @@ from ..weights.shards import is_divided
 from . import sharding
 from .grid import Grid, Part
 from .strategy import Division, Strategy
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 def check_version(layout: Layout, config: RunConfig) -> None:
@@ -100,9 +98,6 @@ class Fsdp2(Strategy):
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
 
     def divide(self, part: Part, plan: Any, grid: Grid) -> None:
-        from torch.distributed import fsdp  # takes a second
-        from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
-
         layout, model = grid.layout, part.model
         # FSDP2 leaves out scalars, and weights that expert parallelism has divided.
         axes = {each: each.device_mesh.mesh_dim_names if is_divided(each) else () for each in model.parameters()}
@@ -110,23 +105,23 @@ class Fsdp2(Strategy):
         options: dict[str, Any] = {
             "mesh": grid.shards,
             "mp_policy": mixed_precision_policy(layout.precision),
-            "offload_policy": CPUOffloadPolicy() if sharding.offloads(layout) else OffloadPolicy(),
+            "offload_policy": fsdp.CPUOffloadPolicy() if sharding.offloads(layout) else fsdp.OffloadPolicy(),
             "reshard_after_forward": None if layout.environment.gathers_again else False,
             "ignored_params": others,
         }
         layers = sharding.sharded_layers(model, layout)
         embedding, head = sharding.ends_of(model, layers) if part.root is model else ([], [])  # a stage has one of them
         for modules in filter(None, [*([layer] for layer in layers), embedding]):
-            fully_shard(modules, **options)
+            fsdp.fully_shard(modules, **options)
         if head:  # the backward pass begins with it, before it would be gathered again
-            fully_shard(head, **options | {"reshard_after_forward": False})
-        fully_shard(part.root, **options)  # the module that runs: it gathers the rest
+            fsdp.fully_shard(head, **options | {"reshard_after_forward": False})
+        fsdp.fully_shard(part.root, **options)  # the module that runs: it gathers the rest
         # For `generate`: all processes take as many passes as the longest answer needs.
         model._is_fsdp_managed_module = True  # type: ignore[assignment]
         if hasattr(model, "generate"):
             fsdp.register_fsdp_forward_method(model, "generate")  # it calls an encoder without the model around it
         for module in part.root.modules():
-            if isinstance(module, FSDPModule):  # only these: FSDP2 has changed their classes
+            if isinstance(module, fsdp.FSDPModule):  # only these: FSDP2 has changed their classes
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_reshard_after_backward(part.root is not model, recurse=False)  # the engine decides
@@ -163,13 +158,11 @@ def _checkpoint_activations(layers: Sequence[nn.Module], layout: Layout) -> None
         layer.forward = partial(checkpointed, layer.forward)
 
 
-def mixed_precision_policy(precision: str) -> "MixedPrecisionPolicy":
+def mixed_precision_policy(precision: str) -> fsdp.MixedPrecisionPolicy:
     """The casts of FSDP2: it gathers weights in 16 bits and sums gradients in float32, as torchtitan does by default.
     Accelerate's default is to sum them in 16 bits; then the result depends more on the number of processes."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
     gathered = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-    return MixedPrecisionPolicy(gathered, torch.float32 if gathered else None)
+    return fsdp.MixedPrecisionPolicy(gathered, torch.float32 if gathered else None)
 
 
 def sum_scalars(model: nn.Module, groups: Sequence[Any]) -> None:

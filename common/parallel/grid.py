@@ -2,18 +2,16 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed import device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..cpu_group import collective_timeout
 from ..layout import Layout
-
-if TYPE_CHECKING:  # the first import takes 0.7 s
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass
@@ -36,21 +34,19 @@ class Grid:
         return {axis: size for axis, size in sizes.items() if size > 1} or {"dp_shard": shards}
 
     @cached_property
-    def mesh(self) -> "DeviceMesh":
+    def mesh(self) -> DeviceMesh:
         """All processes. Each must ask for it at the same time."""
-        from torch.distributed.device_mesh import init_device_mesh
-
         names, sizes = zip(*self.sizes.items())
-        return self._patient(init_device_mesh(self.device.type, sizes, mesh_dim_names=names))
+        return self._patient(device_mesh.init_device_mesh(self.device.type, sizes, mesh_dim_names=names))
 
-    def _patient(self, mesh: "DeviceMesh") -> "DeviceMesh":
+    def _patient(self, mesh: DeviceMesh) -> DeviceMesh:
         """The mesh, with the timeout of other groups: NCCL's 10 minutes would end before the watchdog acts."""
         for group in mesh.get_all_groups():
             dist.distributed_c10d._set_pg_timeout(collective_timeout(self.hang_timeout), group)
         return mesh
 
     @cached_property
-    def shards(self) -> "DeviceMesh":
+    def shards(self) -> DeviceMesh:
         """The processes among which FSDP2 divides the weights of this process, and the replicas, if there are any."""
         names: list[str] = [axis for axis in ("dp_shard", "sp") if axis in self.sizes]
         if len(names) > 1:
@@ -59,11 +55,9 @@ class Grid:
         return self.mesh[("dp_replicate", *names) if "dp_replicate" in self.sizes else tuple(names)]
 
     @cached_property
-    def experts(self) -> "DeviceMesh":
+    def experts(self) -> DeviceMesh:
         """The processes that share the experts of each layer, and those that hold the same experts: all with their
         own tokens, which tensor parallelism divides among them."""
-        from torch.distributed.device_mesh import DeviceMesh
-
         layout = self.layout
         ranks = numpy.arange(layout.num_processes).reshape(-1, layout.pp, layout.sp * layout.tp).swapaxes(0, 1)
         grid = ranks.reshape(layout.pp, -1, layout.ep)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..errors import UsageError
 from ..layout import Layout
@@ -78,8 +79,6 @@ def _on_whole(function: Hook, factor: int, gradient: Any) -> Tensor | None:
     result = result * factor if factor != 1 else result
     if not is_divided(gradient) or is_divided(result):
         return result
-    from torch.distributed.tensor import distribute_tensor  # takes 0.7 s
-
     return distribute_tensor(result, gradient.device_mesh, gradient.placements, src_data_rank=None)
 
 
@@ -88,7 +87,6 @@ INNER = ("torch.distributed.", "torch._", f"{__package__}.")  # packages of fram
 
 def refuse_numbers_of_shares() -> None:
     """Makes `float()` and `.item()` of a divided tensor raise an error: torch returns the number of the share."""
-    from torch.distributed.tensor import DTensor
 
     def number(operation: Any, args: Any, kwargs: Any) -> Any:
         if any(not placement.is_replicate() for placement in args[0].placements):

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn import functional as F
 
 from ..errors import UsageError
@@ -60,8 +61,6 @@ class SequenceGroup:
         """Divides dimension 1 among the processes, and makes dimension 2 whole: (batch, heads, slice, width) becomes
         (batch, heads / size, tokens, width), and (batch, tokens, heads / size, width) becomes (batch, slice, heads,
         width)."""
-        from torch.distributed._functional_collectives import all_to_all_single_autograd
-
         parts = values.unflatten(1, (self.size, -1)).movedim(1, 0)
         return all_to_all_single_autograd(parts.contiguous(), None, None, self._group).movedim(0, 2).flatten(2, 3)
 
