@@ -8,18 +8,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
+
+from torch.utils._pytree import tree_leaves
 
 from accelerate_recipes.at_fit import at_fit
+from accelerate_recipes.common.config import RunConfig
+from accelerate_recipes.common.environment import INHERITED, Environment, without_ranks
 from accelerate_recipes.common.errors import UsageError, first_line, join_advice
+from accelerate_recipes.common.step.setup import Setup
 from accelerate_recipes.doctor import rules
 from accelerate_recipes.doctor.config_file import Config
 from accelerate_recipes.doctor.finding import Finding, findings
 from accelerate_recipes.doctor.rules.launching import by_hand
 from accelerate_recipes.matrix import PIPELINES
-
-if TYPE_CHECKING:
-    from accelerate_recipes.common.step.setup import Setup
 
 
 class Answer(TypedDict):
@@ -34,9 +36,6 @@ def ask(config: Config, script: Path | None, flags: Sequence[str]) -> Answer:
     question: list[Any] = [str(config.path), bool(config.machine.gpus), config.likely_flags, True]  # of `refusals_of`
     if script is not None:
         return at_fit(script, flags, f"{__name__}:refusals", question)
-    from accelerate_recipes import RunConfig
-    from accelerate_recipes.common.environment import without_ranks
-
     alone = RunConfig(pipeline_stages=2 if config.path.stem in PIPELINES else 1)
     try:
         with without_ranks(), redirect_stderr(io.StringIO()):  # the launcher prints the defaults that it chooses
@@ -54,11 +53,10 @@ def refusals(question: list[Any], *arguments: Any, **options: Any) -> Answer:
     return refusals_of(setup, arguments[-1], *question)
 
 
-def of_any_size(*arguments: Any, **options: Any) -> "Setup":
+def of_any_size(*arguments: Any, **options: Any) -> Setup:
     """`fit`'s arguments, with steps of one sample, which any layout divides. Raises UsageError if no run takes them."""
     from accelerate_recipes.common.step.lazy import with_sizes
     from accelerate_recipes.common.step.refusals import check_given
-    from accelerate_recipes.common.step.setup import Setup
 
     accelerator, model, optimizer, forward_step, train_set, eval_set, config = arguments
     check_given(model, optimizer, {"forward_step": forward_step, "options": options})
@@ -67,14 +65,11 @@ def of_any_size(*arguments: Any, **options: Any) -> "Setup":
 
 
 def refusals_of(
-    setup: "Setup | None", config: Any, path: str, has_gpu: bool, likely: list[str], takes_passes: bool
+    setup: Setup | None, config: Any, path: str, has_gpu: bool, likely: list[str], takes_passes: bool
 ) -> Answer:
     """The refusals of a run under the config file at `path`. Changes the variables of this process. `setup`: from
     `of_any_size`; None: asks only about the file; `config`: the flags of the run; `likely`: flags for values that the
     file should have; `takes_passes`: whether to run forward passes of the model."""
-    from torch.utils._pytree import tree_leaves
-
-    from accelerate_recipes.common.environment import Environment
     from accelerate_recipes.common.launch.checks import check_device, launch_checks
     from accelerate_recipes.common.parallel.strategies import layout_of, model_checks, with_plans
 
@@ -146,8 +141,6 @@ def launched(config: Path, flags: Sequence[str] = ()) -> dict[str, str]:
 
 def remove_variables() -> None:
     """Removes the variables that a launcher set around this process: a run must not inherit them."""
-    from accelerate_recipes.common.environment import INHERITED
-
     for name in filter(INHERITED.match, list(os.environ)):
         del os.environ[name]
 
