@@ -20,7 +20,7 @@ from accelerate_recipes.doctor import asked
 from accelerate_recipes.plan.ask import Case
 from accelerate_recipes.plan.estimates import Facts, NoPlan, RunFacts
 from accelerate_recipes.plan.hardware import Gpu
-from accelerate_recipes.plan.steps import DryRun, cut_without_values
+from accelerate_recipes.plan.steps import cut_without_values, dry_run
 
 NOT_ASKED = NoPlan(failed="another of its kind fits")
 
@@ -79,7 +79,7 @@ def _measure(case: Case, last: bool, gpu: Gpu, *arguments: Any, **options: Any) 
         if setup.batch_loss is not None:
             return NoPlan(failed="its batch_loss needs what other stages compute")
         setup = replace(setup, plans={PIPELINE.name: cut_without_values(setup, gpu)})
-    step = DryRun(with_plans(setup), gpu, last).measure()
+    step = dry_run(with_plans(setup), gpu, last)
     if offloads:  # to the CPU's memory: a GPU holds what is gathered
         peak = max(step.peak - step.weights - step.gradients - step.optimizer, step.forward)
         step = replace(step, weights=0, gradients=0, optimizer=0, peak=peak)

@@ -167,8 +167,8 @@ def test_a_plan_divides_experts(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 # A plan takes a few micro-batches, and this recipe all of them.
-ALL = """from accelerate_recipes.plan.steps import DryRun
-DryRun._numbers = property(lambda run: (run.setup.plan.accumulation,) * 2)
+ALL = """from accelerate_recipes.plan import steps
+steps._numbers = lambda setup: (setup.plan.accumulation,) * 2
 """
 
 
