@@ -1,5 +1,6 @@
 """The plots of a report, which plotly draws in the browser."""
 
+import math
 from collections.abc import Sequence
 from html import escape
 from typing import Any
@@ -122,7 +123,8 @@ def _marks(run: Run, index: int, axis: str) -> _Trace:
         if event.step is not None:
             events.setdefault(event.step, []).append(event)
     labels = [", ".join(event.kind for event in group) for group in events.values()]
-    places = [run.position_of(group[0], axis) for group in events.values()]
+    end = run.clock[-1][0] if axis == "seconds" and run.clock else math.inf  # for events after the last record
+    places = [run.position(axis, min(step, end)) for step in events]
     top = 1 - 0.08 * (index % len(COLOURS))  # so that the labels of several runs at one step can be read
     return {
         "mode": "lines+text",

@@ -79,7 +79,7 @@ class Run:
             clock.append((step, seconds))
         return clock
 
-    def position(self, axis: str, step: int) -> float | None:
+    def position(self, axis: str, step: float) -> float | None:
         """Where a step lies on an axis of AXES; None if the records do not say."""
         if axis == "steps":
             return float(step)
@@ -91,14 +91,6 @@ class Run:
         (step_before, before), (step_after, after) = self.clock[max(0, index - 1)], self.clock[index]
         share = (step - step_before) / (step_after - step_before) if step_after > step_before else 1.0
         return before + share * (after - before)
-
-    def position_of(self, event: Event, axis: str) -> float | None:
-        """Where an event lies on an axis of AXES. In seconds, events after the last record are at the end."""
-        if event.step is None:
-            return None
-        if axis == "seconds" and self.clock and event.step > self.clock[-1][0]:
-            return self.clock[-1][1]
-        return self.position(axis, event.step)
 
     def has(self, axis: str) -> bool:
         """Whether the records of the run can be placed on an axis of AXES."""

@@ -142,8 +142,9 @@ def test_resumes_failures_and_restarts(
 
 def test_event_after_the_last_record_is_at_the_end(tmp_path: Path) -> None:
     run = only(saved(tmp_path))
-    event = Event("failed", 1, 47, "")
-    assert [run.position_of(event, axis) for axis in ("steps", "samples", "seconds")] == [47, 47 * 64, 40]
+    vars(run)["events"] = [Event("failed", 1, 47, "")]
+    meta = drawn([run])[1]["meta"]
+    assert [meta[axis]["x"][-1][0] for axis in ("steps", "samples", "seconds")] == [47, 47 * 64, 40]
 
 
 def test_value_that_is_not_finite_leaves_a_gap(tmp_path: Path) -> None:
