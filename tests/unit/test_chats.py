@@ -431,7 +431,9 @@ def test_conversations_without_a_trained_token_are_left_out(tmp_path: Path, caps
     train, evaluation = load_chats(
         write(tmp_path / "chats.jsonl", *rows), small_chat_model(cut, "sdpa")[1], cut, "messages"
     )
-    assert len(train) + len(evaluation) == 30 and min(train.num_trained + evaluation.num_trained) > 0
+    assert (
+        len(train) + len(evaluation) == 30 and min(train.column("num_trained") + evaluation.column("num_trained")) > 0
+    )
     assert all(train.chat(index).messages[0] == QUESTION for index in range(len(train)))
     output = capsys.readouterr().out
     assert "messages of the role Assistant are not trained, only those of assistant" in output

@@ -48,18 +48,9 @@ class Chats:
         every = range(0, len(self), self.per_sample)[:number]
         return [chat for chat in (Conversation.of(self.chat(index)) for index in every) if chat.is_answered]
 
-    @cached_property
-    def lengths(self) -> list[int]:
-        """The number of tokens of each conversation, before the cut."""
-        return self._column("length")
-
-    @cached_property
-    def num_trained(self) -> list[int]:
-        """The number of tokens of each conversation that the model learns to write."""
-        return self._column("num_trained")
-
-    def _column(self, name: str) -> list[Any]:
-        return [row[name] for row in (self.rows if isinstance(self.rows, list) else self.rows.select_columns([name]))]
+    def column(self, name: str) -> list[Any]:
+        """The entry of this name in each row."""
+        return [row[name] for row in self.rows] if isinstance(self.rows, list) else self.rows[name][:]
 
     def part(self, samples: Iterable[int]) -> "Chats":
         """The conversations of these samples, which stay on disk."""
@@ -70,8 +61,9 @@ class Chats:
     @cached_property
     def teaching(self) -> tuple[list[int], list[int]]:
         """(samples whose conversations all have a trained token; the same without pairs of equal conversations)"""
-        numbers, equal = range(len(self) // self.per_sample), self._column("equal")
-        trained = [self.num_trained[side :: self.per_sample] for side in range(self.per_sample)]
+        numbers, equal = range(len(self) // self.per_sample), self.column("equal")
+        num_trained = self.column("num_trained")
+        trained = [num_trained[side :: self.per_sample] for side in range(self.per_sample)]
         whole = [number for number in numbers if all(side[number] for side in trained)]
         return whole, [number for number in whole if not equal[self.per_sample * number]]
 
@@ -85,7 +77,7 @@ class Chats:
             if number:
                 say(f"--data {data}: {number:,} of {total:,} {use} {reason} within --max_length {max_length}: left out")
         taught = self if len(kept) == total else self.part(kept)
-        if number := sum(taught._column("is_empty")):
+        if number := sum(taught.column("is_empty")):
             say(f"--data {data}: {number:,} {use} conversations have an empty answer: the model learns only its end")
         if whole and not kept:
             raise UsageError(f"--data {data}: both answers of each pair are equal: there is no preference to learn")
@@ -99,7 +91,7 @@ class Chats:
 
     def facts(self, max_length: int) -> str:
         """The share of trained tokens, and how many conversations were cut, for the terminal."""
-        lengths, num_trained = self.lengths, sum(self.num_trained)
+        lengths, num_trained = self.column("length"), sum(self.column("num_trained"))
         num_tokens = sum(min(length, max_length) for length in lengths)
         num_cut = sum(length > max_length for length in lengths)
         trained = f"{100 * num_trained / num_tokens:.0f} % of tokens trained"
@@ -122,7 +114,7 @@ class ChatDataset(ListDataset):
 
     def __init__(self, chats: Chats, block: int | None = None):
         self.rows, self.block = chats.rows, block
-        lengths = [] if block is None else [min(size, block) - 1 for size in chats.lengths]
+        lengths = [] if block is None else [min(size, block) - 1 for size in chats.column("length")]
         self.samples = [[row] for row in range(len(chats))] if block is None else pack(lengths, block)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
