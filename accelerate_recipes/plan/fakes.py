@@ -12,9 +12,16 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed import _meta_registrations, device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
+
+from accelerate_recipes.common.parallel import expert, pipeline
+from accelerate_recipes.common.step import same_path
+from accelerate_recipes.common.weights.on_disk import LazyParameter
 
 BUCKET = 25 * 2**20  # bytes; DDP's default
 
@@ -22,8 +29,6 @@ BUCKET = 25 * 2**20  # bytes; DDP's default
 def weights_on_meta(size: Path) -> AbstractContextManager[Any]:
     """Parameters of modules that are built in the `with` block take no memory and have no values, like parameters that
     are still on disk. A file always has the number of bytes that they would take."""
-    from accelerate_recipes.common.weights.on_disk import LazyParameter
-
     register = nn.Module.register_parameter
     moved: Any = WeakIdKeyDictionary()  # a weight that two modules share stays one weight
     num_bytes = 0
@@ -44,10 +49,6 @@ def weights_on_meta(size: Path) -> AbstractContextManager[Any]:
 @contextmanager
 def processes(number: int, rank: int) -> Iterator[None]:
     """In the block, process groups have `number` processes; this is `rank`. No model is moved, and nothing is sent."""
-    from torch.distributed import _meta_registrations, device_mesh
-    from torch.distributed.fsdp._fully_shard import _fsdp_init, _fsdp_param
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     join = dist.init_process_group
 
     def joined(*_: Any, **__: Any) -> None:
@@ -66,6 +67,9 @@ def processes(number: int, rank: int) -> Iterator[None]:
             (_fsdp_param, "_chunk_with_empty", _Chunks),
             (_meta_registrations, "generate_unique_id", count(1).__next__),  # torch's function draws a random number
             (nn.parallel, "DistributedDataParallel", Replica),
+            (expert.ExpertGroup, "_longest", lambda _, number: number),  # all have as many tokens as this process
+            (same_path.SamePath, "_meet", lambda *_: True),  # all do what this process does
+            (pipeline, "restore_generators", nullcontext),  # states of generators have values
             (nn.Module, "to", lambda module, *_, **__: module),
             (Tensor, "pin_memory", lambda tensor, *_, **__: tensor),
         ):
@@ -74,13 +78,6 @@ def processes(number: int, rank: int) -> Iterator[None]:
             stack.enter_context(patch.object(masks, "is_tracing", lambda *_: False))
         if experts := sys.modules.get("transformers.integrations.moe"):  # its operation for tracing accepts any type
             stack.enter_context(patch.object(experts, "_can_use_grouped_mm", lambda *_: False))
-        if sharing := sys.modules.get("accelerate_recipes.common.parallel.expert"):
-            # All processes have as many tokens as this one.
-            stack.enter_context(patch.object(sharing.ExpertGroup, "_longest", lambda _, number: number))
-        if paths := sys.modules.get("accelerate_recipes.common.step.same_path"):  # all processes do what this one does
-            stack.enter_context(patch.object(paths.SamePath, "_meet", lambda *_: True))
-        if stages := sys.modules.get("accelerate_recipes.common.parallel.pipeline"):  # states of generators have values
-            stack.enter_context(patch.object(stages, "restore_generators", nullcontext))
         if number > 1:
             joined()
         yield
