@@ -12,9 +12,8 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from accelerate_recipes.common.check.reference import MAX_SECONDS, why_not_checked
 from accelerate_recipes.common.environment import Environment
 from accelerate_recipes.common.errors import UsageError
-from accelerate_recipes.common.parallel.pipeline import PIPELINE
 from accelerate_recipes.common.parallel.schedules import cost
-from accelerate_recipes.common.parallel.strategies import layout_of, with_plans
+from accelerate_recipes.common.parallel.strategies import PIPELINE, layout_of, with_plans
 from accelerate_recipes.common.step.setup import Setup
 from accelerate_recipes.doctor import asked
 from accelerate_recipes.plan.ask import Case

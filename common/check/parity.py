@@ -18,8 +18,7 @@ from ..data.sets import Batch, Metrics
 from ..errors import RunError, UsageError, annotate_errors, list_samples, needs_no_traceback
 from ..failure import line_of
 from ..package import is_own
-from ..parallel.ddp import DDP
-from ..parallel.strategies import main_strategy, prepare, strategies_of
+from ..parallel.strategies import DDP, main_strategy, prepare, strategies_of
 from ..step.engine import StepResult
 from ..step.setup import Setup
 from .compare import Gap, Key, fingerprints, replica_gaps, step_gaps, weight_gap

@@ -69,6 +69,3 @@ def _let_ddp_send_state_alone(model: nn.Module) -> None:
     modules = model.named_modules()
     constants = [f"{path}.{name}".lstrip(".") for path, each in modules for name in each._non_persistent_buffers_set]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, constants)
-
-
-DDP = Ddp()

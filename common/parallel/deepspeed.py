@@ -240,6 +240,3 @@ def load_models_whole() -> None:
         from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
         unset_hf_deepspeed_config()
-
-
-DEEPSPEED = DeepSpeed()

@@ -151,6 +151,3 @@ def _divide_tokens(group: TensorGroup, run: Callable[..., Tensor], *values: Tens
     """The result of `run` for tokens that all processes of a group have; each computes its share."""
     own = (group.split(F.pad(each, (0, 0, 0, -len(each) % group.size)).T).T for each in values)
     return group.gather(run(*own).T).T[: len(values[0])]
-
-
-EXPERT = ExpertParallel()

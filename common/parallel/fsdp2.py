@@ -199,6 +199,3 @@ def _say_what_is_gathered_at_once(setup: Setup, layers: Sequence[nn.Module]) -> 
             f"{type(model).__name__} names no layers in _no_split_modules: FSDP gathers the whole model at once, which "
             "saves less memory"
         )
-
-
-FSDP2 = Fsdp2()

@@ -390,6 +390,3 @@ class PipelineEngine(Engine):
             tensor = whole(tensors[name]).detach() if is_own else torch.empty(size, dtype=dtype, device=self.device)
             dist.broadcast(tensor := tensor.contiguous(), group_src=process, group=self.group)
             yield name, tensor
-
-
-PIPELINE = PipelineParallel()

@@ -92,6 +92,3 @@ def divider_of(model: nn.Module, size: int) -> DividesSequences:
         )
     found[0].check(size)
     return found[0]
-
-
-SEQUENCE = SequenceParallel()

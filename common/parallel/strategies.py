@@ -14,20 +14,21 @@ from ..layout import Layout
 from ..step.engine import Engine
 from ..step.refusals import check_optimizer
 from ..step.setup import Setup
-from .ddp import DDP
-from .deepspeed import DEEPSPEED, precision_of, zero_stage
-from .expert import EXPERT
-from .fsdp2 import FSDP2
+from .ddp import Ddp
+from .deepspeed import DeepSpeed, precision_of, zero_stage
+from .expert import ExpertParallel
+from .fsdp2 import Fsdp2
 from .hooks import give_hooks, refuse_numbers_of_shares, take_hooks
 from .operations import watched
-from .pipeline import PIPELINE
-from .sequence import SEQUENCE
+from .pipeline import PipelineParallel
+from .sequence import SequenceParallel
 from .strategy import Division, ModelCheck, Strategy
-from .tensor import TENSOR, average_whole_weights
+from .tensor import TensorParallel, average_whole_weights
 
 # In a layout, the first one that can wrap a model wraps it. They divide it in this order: each one
 # divides the parts that the ones before it leave.
-STRATEGIES: tuple[Strategy, ...] = (PIPELINE, DEEPSPEED, TENSOR, SEQUENCE, EXPERT, FSDP2, DDP)
+PIPELINE, DEEPSPEED, TENSOR, FSDP2, DDP = PipelineParallel(), DeepSpeed(), TensorParallel(), Fsdp2(), Ddp()
+STRATEGIES: tuple[Strategy, ...] = (PIPELINE, DEEPSPEED, TENSOR, SequenceParallel(), ExpertParallel(), FSDP2, DDP)
 
 
 def layout_of(environment: Environment, config: RunConfig) -> Layout:

@@ -99,6 +99,3 @@ def average_whole_weights(engine: Engine, group: dist.ProcessGroup) -> None:
             torch._foreach_copy_(like, [mean.view_as(gradient) for mean, gradient in zip(means, like)])
 
     engine.after_backward.append(average)
-
-
-TENSOR = TensorParallel()

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from accelerate_recipes.common.config import RunConfig
 from accelerate_recipes.common.layout import Layout
 from accelerate_recipes.common.parallel.derive import PACKS, derive
-from accelerate_recipes.common.parallel.tensor import TENSOR
+from accelerate_recipes.common.parallel.strategies import TENSOR
 from accelerate_recipes.common.plan import Plan
 from accelerate_recipes.common.step.setup import Setup
 from accelerate_recipes.common.weights.on_disk import on_disk

@@ -23,11 +23,8 @@ from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.layout import Layout
 from accelerate_recipes.common.loop import fit
 from accelerate_recipes.common.norms import clip, norm_of
-from accelerate_recipes.common.parallel.ddp import DDP
-from accelerate_recipes.common.parallel.deepspeed import DEEPSPEED, check_weights
-from accelerate_recipes.common.parallel.fsdp2 import FSDP2
-from accelerate_recipes.common.parallel.pipeline import PIPELINE
-from accelerate_recipes.common.parallel.tensor import TENSOR
+from accelerate_recipes.common.parallel.deepspeed import check_weights
+from accelerate_recipes.common.parallel.strategies import DDP, DEEPSPEED, FSDP2, PIPELINE, TENSOR
 from accelerate_recipes.common.plan import Plan
 from accelerate_recipes.common.step.batch_loss import put
 from accelerate_recipes.common.step.optimizer import step_if_finite
