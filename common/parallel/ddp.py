@@ -10,7 +10,6 @@ from ..layout import Layout
 from ..step.engine import Engine
 from ..step.guards import not_used
 from ..step.setup import Setup, compile_if_asked
-from .grid import Part
 from .strategy import Division, Strategy
 
 
@@ -29,7 +28,7 @@ class Ddp(Strategy):
         return self.name if layout.num_processes > 1 else "no parallelism"
 
     def wrap(self, setup: Setup, division: Division) -> Engine:
-        division.apply(Part(setup.model, setup.model))
+        division.apply(setup.model)
         compile_if_asked(setup.model, setup.plan)
         _let_ddp_send_state_alone(setup.model)
         engine = Engine(setup, setup.accelerator.prepare_model(setup.model))

@@ -23,7 +23,7 @@ from ..plan import Plan
 from ..step.refusals import sizes_that_divide
 from ..weights.on_disk import materialized
 from ..weights.shards import local
-from .grid import Grid, Part
+from .grid import Grid
 from .sharding import offloads
 from .strategy import Strategy
 from .tensor_styles import Mirrored, TensorGroup, divide_weight, gather, other_weights, sum_scattered
@@ -73,9 +73,9 @@ class ExpertParallel(Strategy):
     launch_checks = (check_config,)
     model_checks = (check_experts,)
 
-    def divide(self, part: Part, plan: Any, grid: Grid) -> None:
+    def divide(self, model: nn.Module, root: nn.Module, plan: Any, grid: Grid) -> None:
         group = ExpertGroup(grid.experts, TensorGroup(grid.mesh["tp"]) if grid.layout.tp > 1 else None)
-        for experts in experts_of(part.model).values():
+        for experts in experts_of(model).values():
             with materialized(experts, grid.device):
                 for name in dict(experts.named_parameters()):
                     divide_weight(experts, name, grid.experts, [Replicate(), Shard(0)])

@@ -24,7 +24,7 @@ from ..step.engine import Engine
 from ..step.setup import Setup, compile_if_asked, float32_outputs, say_what_is_cast
 from ..weights.shards import is_divided
 from . import sharding
-from .grid import Grid, Part
+from .grid import Grid
 from .strategy import Division, Strategy
 
 
@@ -97,8 +97,8 @@ class Fsdp2(Strategy):
         # Otherwise transformers loads weights only in the first process. Here each process reads its shards from disk.
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
 
-    def divide(self, part: Part, plan: Any, grid: Grid) -> None:
-        layout, model = grid.layout, part.model
+    def divide(self, model: nn.Module, root: nn.Module, plan: Any, grid: Grid) -> None:
+        layout = grid.layout
         # FSDP2 leaves out scalars, and weights that expert parallelism has divided.
         axes = {each: each.device_mesh.mesh_dim_names if is_divided(each) else () for each in model.parameters()}
         others = {weight for weight, names in axes.items() if weight.ndim == 0 or "experts" in (names or ())}
@@ -110,21 +110,21 @@ class Fsdp2(Strategy):
             "ignored_params": others,
         }
         layers = sharding.sharded_layers(model, layout)
-        embedding, head = sharding.ends_of(model, layers) if part.root is model else ([], [])  # a stage has one of them
+        embedding, head = sharding.ends_of(model, layers) if root is model else ([], [])  # a stage has one of them
         for modules in filter(None, [*([layer] for layer in layers), embedding]):
             fsdp.fully_shard(modules, **options)
         if head:  # the backward pass begins with it, before it would be gathered again
             fsdp.fully_shard(head, **options | {"reshard_after_forward": False})
-        fsdp.fully_shard(part.root, **options)  # the module that runs: it gathers the rest
+        fsdp.fully_shard(root, **options)  # the module that runs: it gathers the rest
         # For `generate`: all processes take as many passes as the longest answer needs.
         model._is_fsdp_managed_module = True  # type: ignore[assignment]
         if hasattr(model, "generate"):
             fsdp.register_fsdp_forward_method(model, "generate")  # it calls an encoder without the model around it
-        for module in part.root.modules():
+        for module in root.modules():
             if isinstance(module, fsdp.FSDPModule):  # only these: FSDP2 has changed their classes
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-                module.set_reshard_after_backward(part.root is not model, recurse=False)  # the engine decides
+                module.set_reshard_after_backward(root is not model, recurse=False)  # the engine decides
         sum_scalars(model, grid.shards.get_all_groups())
 
     def wrap(self, setup: Setup, division: Division) -> Engine:
@@ -140,7 +140,7 @@ class Fsdp2(Strategy):
             model.register_forward_hook(float32_outputs)  # Accelerate's autocast under DDP casts; FSDP2 does not
         compile_if_asked(model, plan, layers)
         _checkpoint_activations(layers, plan.layout)
-        division.apply(Part(model, model))
+        division.apply(model)
         return Engine(setup, model)
 
 

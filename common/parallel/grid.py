@@ -6,7 +6,6 @@ from functools import cached_property
 import numpy
 import torch
 from torch import distributed as dist
-from torch import nn
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -64,11 +63,3 @@ class Grid:
         # As lists: from an array that is not contiguous, DeviceMesh takes the wrong ranks (torch 2.13).
         mesh = self._patient(DeviceMesh(self.device.type, grid.tolist(), mesh_dim_names=("pp", "replicas", "experts")))
         return mesh["replicas", "experts"]
-
-
-@dataclass(frozen=True)
-class Part:
-    """The part of a model that this process runs."""
-
-    model: nn.Module  # the recipe's, with its names; of a pipeline without the weights of other stages
-    root: nn.Module  # the module that runs: the model, or what runs a stage

@@ -23,7 +23,6 @@ from ..step.setup import Setup, compile_if_asked
 from ..weights.shards import checkpoint_tensors, local, norm_over_processes, whole
 from .absent import FALLBACK, Absent, refuse_absent
 from .chain import cut_of
-from .grid import Part
 from .schedules import SCHEDULES, Shape, cost, make_steps
 from .stages import Cut, Stage, copied, entry_of, forward_hooks, in_one_stage, leave_before_layers, num_hooks
 from .strategy import Division, Strategy
@@ -179,8 +178,8 @@ class PipelineEngine(Engine):
             group["params"] = [weight for weight in group["params"] if weight in kept]
         for stage in stages.values():
             compile_if_asked(stage, setup.plan, stage.layers)
-            division.apply(Part(stage.model, stage))
-        division.apply(Part(self._entry, self._entry), weights=False)
+            division.apply(stage.model, stage)
+        division.apply(self._entry, weights=False)
         for part in (*(stage.model for stage in stages.values()), self._entry):  # adds only mixed precision
             setup.accelerator.prepare_model(part, device_placement=False, evaluation_mode=True)
         here = dict(chain.from_iterable(stage.model.named_parameters() for stage in stages.values()))

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from ..errors import UsageError
 from ..plan import Plan
-from .grid import Grid, Part
+from .grid import Grid
 from .strategy import Strategy
 
 
@@ -38,8 +38,8 @@ class SequenceParallel(Strategy):
     )
     model_checks = (check_layers,)
 
-    def divide(self, part: Part, plan: Any, grid: Grid) -> None:
-        divider_of(part.model, grid.layout.sp).divide(SequenceGroup(grid.mesh["sp"]))
+    def divide(self, model: nn.Module, root: nn.Module, plan: Any, grid: Grid) -> None:
+        divider_of(model, grid.layout.sp).divide(SequenceGroup(grid.mesh["sp"]))
 
 
 class SequenceGroup:

@@ -18,7 +18,7 @@ from ..step.optimizer import exchange_weights
 from ..step.setup import Setup
 from ..weights.on_disk import materialized
 from ..weights.shards import is_divided
-from .grid import Grid, Part
+from .grid import Grid
 from .sharding import offloads
 
 LaunchCheck = Callable[[Layout, RunConfig], None]
@@ -71,8 +71,10 @@ class Strategy:
         """The facts for `divide` about the whole model, which `model_checks` accepted. Only the main process
         calls it. Raises UsageError if this strategy cannot divide it."""
 
-    def divide(self, part: Part, plan: Any, grid: Grid) -> None:
-        """Divides in place what this process runs of the model. Its weights may still be on the meta device."""
+    def divide(self, model: nn.Module, root: nn.Module, plan: Any, grid: Grid) -> None:
+        """Divides in place what this process runs of the model. Its weights may still be on the meta device. `model`:
+        the recipe's, with its names; of a pipeline without the weights of other stages; `root`: the module that runs:
+        the model, or what runs a stage."""
 
     def wrap(self, setup: Setup, division: "Division") -> Engine:
         """Divides the model, which `check_trainable` has accepted; wraps it and the optimizer into an engine."""
@@ -87,15 +89,17 @@ class Division:
         self._optimizer = setup.optimizer
         self._plans = [(strategy, setup.plans.get(strategy.name)) for strategy in strategies]
 
-    def apply(self, part: Part, weights: bool = True) -> None:
+    def apply(self, model: nn.Module, root: nn.Module | None = None, weights: bool = True) -> None:
         """Divides a part, reads the weights that are still on disk, moves it to the device, and gives the optimizer its
-        weights in place of the whole model's. `weights`: False: the part has none, and its results are divided."""
-        device, before = self.grid.device, dict(part.model.named_parameters(remove_duplicate=False))
-        with materialized(part.model, "cpu" if offloads(self.grid.layout) else device):
+        weights in place of the whole model's. `root`: as in `Strategy.divide`; None: the same as `model`; `weights`:
+        False: the part has none, and its results are divided."""
+        root = model if root is None else root
+        device, before = self.grid.device, dict(model.named_parameters(remove_duplicate=False))
+        with materialized(model, "cpu" if offloads(self.grid.layout) else device):
             for strategy, plan in self._plans if weights else [each for each in self._plans if not each[0].of_weights]:
-                strategy.divide(part, plan, self.grid)
-        for tensor in (*part.model.parameters(), *part.model.buffers()):
+                strategy.divide(model, root, plan, self.grid)
+        for tensor in (*model.parameters(), *model.buffers()):
             if not is_divided(tensor) and tensor.device.type != device.type:
                 tensor.data = tensor.data.to(device)
-        own = dict(part.model.named_parameters(remove_duplicate=False))
+        own = dict(model.named_parameters(remove_duplicate=False))
         exchange_weights(self._optimizer, {before[name]: weight for name, weight in own.items()})

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import distributed as dist
+from torch import nn
 
 from ..alone.kept import kept
 from ..alone.passes import passes_alone
@@ -14,7 +15,7 @@ from ..step.engine import Engine
 from ..step.setup import Setup, compile_if_asked
 from ..weights.shards import local
 from .derive import PACKS, derive
-from .grid import Grid, Part
+from .grid import Grid
 from .sharding import sharded_layers
 from .stages import is_absent
 from .strategy import Division, Strategy
@@ -67,8 +68,8 @@ class TensorParallel(Strategy):
         setup.accelerator.print(f"{which} {what_is_divided(model, layout.tp, plan, why)}")
         return plan
 
-    def divide(self, part: Part, plan: Mapping[str, str], grid: Grid) -> None:
-        group, modules = TensorGroup(grid.mesh["tp"]), dict(part.model.named_modules())
+    def divide(self, model: nn.Module, root: nn.Module, plan: Mapping[str, str], grid: Grid) -> None:
+        group, modules = TensorGroup(grid.mesh["tp"]), dict(model.named_modules())
         for name, style in plan.items():
             owner, _, number = name.rpartition(".") if style == NUMBER else (name, "", "")
             if owner in modules and not is_absent(modules[owner]):
@@ -77,7 +78,7 @@ class TensorParallel(Strategy):
     def wrap(self, setup: Setup, division: Division) -> Engine:
         model, plan = setup.model, setup.plan
         compile_if_asked(model, plan, sharded_layers(model, plan.layout) if plan.layout.dp_shard > 1 else ())
-        division.apply(Part(model, model))
+        division.apply(model)
         # As for evaluation, so that Accelerate adds only mixed precision. For training it would wrap the model in DDP.
         return Engine(setup, setup.accelerator.prepare_model(model, evaluation_mode=True))
 
