@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
 
+from ...data.sets import ListDataset
 from ...errors import UsageError
 from ..models.tokenization import rows_with_tokens
 from ..reading.labelled import Labelled, check_differ, flatten, say_classes, with_same_classes
@@ -19,7 +19,7 @@ NUMBERS = ("number", "probability")  # of --target
 ADVICE = "use --data stdlib for the embedded texts, or the path of a .csv, .jsonl or .parquet file"
 
 
-class EncodedTexts(Dataset):
+class EncodedTexts(ListDataset):
     """Samples {"input_ids": int64 of shape (length,), "label": int}; for pairs of texts with the tokenizer's
     "token_type_ids"; with weights of classes, "class_weight": float.
 
@@ -38,17 +38,14 @@ class EncodedTexts(Dataset):
         encoded = tokenizer(*columns, truncation=True, max_length=max_length)
         kept = rows_with_tokens(encoded)
         names = ["input_ids", "token_type_ids"] if pairs and "token_type_ids" in encoded else ["input_ids"]
-        self.tokens = [{name: torch.tensor(encoded[name][row]) for name in names} for row in kept]
+        self.samples = [{name: torch.tensor(encoded[name][row]) for name in names} for row in kept]
         self.labels = replace(source, samples=(), labels=[source.labels[row] for row in kept])
         self.class_weights = class_weights
-
-    def __len__(self) -> int:
-        return len(self.tokens)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         label = self.labels.target(index)
         weight = {} if self.class_weights is None else {"class_weight": self.class_weights[label]}
-        return self.tokens[index] | {"label": torch.tensor(label) if isinstance(label, float) else label} | weight
+        return self.samples[index] | {"label": torch.tensor(label) if isinstance(label, float) else label} | weight
 
 
 def load_labelled_texts(
