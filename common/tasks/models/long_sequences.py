@@ -7,7 +7,7 @@ transformers' own function and mask for them are used.
 import copy
 import inspect
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +15,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import and_masks, packed_sequence_mask_function
 
 from ...errors import UsageError
+from ...parallel.sequence import SequenceGroup
 from ...step.refusals import sizes_that_divide
-
-if TYPE_CHECKING:
-    from ...parallel.sequence import SequenceGroup
 
 
 class LongSequences:
@@ -48,7 +46,7 @@ class LongSequences:
         if config._attn_implementation not in AttentionInterface():
             raise UsageError(f"attention {config._attn_implementation} cannot divide sequences", "use --attention sdpa")
 
-    def divide(self, group: "SequenceGroup") -> None:
+    def divide(self, group: SequenceGroup) -> None:
         """Makes the model compute on slices."""
         self.group, name = group, self._config._attn_implementation
         self._attend, self._mask = AttentionInterface()[name], AttentionMaskInterface().get(name)
