@@ -55,10 +55,10 @@ class ReferenceRun:
     seconds: float = math.inf  # that the fastest step took
 
     @property
-    def rounds_weights(self) -> bool:
-        """Whether the run begins with bf16 weights: then updates below their spacing have no effect at first."""
+    def rounds_buffers(self) -> bool:
+        """Whether the run keeps buffers in bf16, and they were not saved from such a run."""
         layout = self.setup.plan.layout
-        return layout.precision == "bf16" and main_strategy(layout).rounds_weights and not self.checkpoint.state.step
+        return layout.precision == "bf16" and main_strategy(layout).rounds_buffers and not self.checkpoint.state.step
 
     def steps(
         self,
@@ -93,7 +93,7 @@ class ReferenceRun:
             if change is not None:
                 change(model)
             with torch.no_grad():
-                for tensor in (*model.parameters(), *model.buffers()) if self.rounds_weights else ():
+                for tensor in model.buffers() if self.rounds_buffers else ():
                     tensor.copy_(_round(tensor))
             if device.type == "cpu":  # as the run does; torch's loop over the weights takes several times as long
                 choose_fused_kernels(setup.accelerator, optimizer)
@@ -199,9 +199,10 @@ def _threads_of_all(model: nn.Module, num_processes: int) -> Iterator[None]:
 
 
 def sketches(module: nn.Module, rounds: bool = False) -> dict[str, Sketch]:
-    """{name: parameter or buffer that checkpoints hold}, perhaps rounded to bfloat16"""
-    tensors = checkpoint_tensors(module)
-    return {name: Sketch.of(_round(tensor) if rounds else tensor) for name, tensor in tensors.items()}
+    """{name: parameter or buffer that checkpoints hold; a buffer perhaps rounded to bfloat16}"""
+    rounded = {*module.buffers()} if rounds else {*()}
+    tensors = checkpoint_tensors(module).items()
+    return {name: Sketch.of(_round(tensor) if tensor in rounded else tensor) for name, tensor in tensors}
 
 
 def _round(tensor: Tensor) -> Tensor:
@@ -228,7 +229,7 @@ class Perturbed:
 
         def change(model: nn.Module) -> None:
             perturb(model, roundings, run.is_low)
-            start.update(sketches(model, run.rounds_weights))
+            start.update(sketches(model, run.rounds_buffers))
 
         return cls(run.steps(numbers, None, change, **options), start)
 
@@ -266,7 +267,7 @@ def take_reference(run: ReferenceRun) -> Reference:
     _check_possible(setup, num_bytes, is_resumed=numbers[0] > 0)
     try:
         with with_full_weights(setup.model):
-            initial = sketches(setup.model, run.rounds_weights)
+            initial = sketches(setup.model, run.rounds_buffers)
             steps = run.steps(numbers, first_pass)
             is_bf16 = setup.plan.layout.precision == "bf16"
             has_layers = any(module for _, (module, _, _) in steps[numbers[0]].modules.forward)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, recursively_apply
-from torch import nn
+from torch import Tensor, nn
 
 from ..config import RunConfig
 from ..environment import Environment, check_compiler
@@ -24,7 +24,8 @@ from ..norms import LOW_PRECISION
 from ..plan import Plan
 from ..step.setup import Setup, compile_if_asked, float32_outputs, say_what_is_cast
 from ..weights.on_disk import materialize
-from .deepspeed_engine import DeepSpeedEngine
+from ..weights.shards import checkpoint_tensors
+from .deepspeed_engine import DeepSpeedEngine, set_weights
 from .extensions import load_extension
 from .strategy import Division, Strategy
 
@@ -154,7 +155,7 @@ def check_section(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
 class DeepSpeed(Strategy):
     name = "DeepSpeed"
     distributed_type = DistributedType.DEEPSPEED
-    rounds_weights = True
+    rounds_buffers = True
     needs_all_weights = True  # it applies weight decay to a weight that no pass used
     takes_means = True
     takes_fp16 = False
@@ -181,7 +182,9 @@ class DeepSpeed(Strategy):
         materialize(model)
         configure(accelerator, model, plan)
         say_what_is_cast(accelerator, model, self.name)
-        if plan.layout.precision != "float32":
+        is_low, begun = plan.layout.precision != "float32", dict[str, Tensor]()
+        if is_low:
+            begun = {name: tensor.detach() for name, tensor in checkpoint_tensors(model).items()}
             model.register_forward_pre_hook(_bf16_inputs, with_kwargs=True)
             model.register_forward_hook(float32_outputs)
         compile_if_asked(model, plan)
@@ -189,6 +192,8 @@ class DeepSpeed(Strategy):
         model._is_fsdp_managed_module = zero_stage(plan.layout.environment) == 3
         model, optimizer = accelerator.prepare(model, setup.optimizer)
         load_models_whole()
+        if is_low:  # it has copied rounded weights to float32
+            set_weights(model.module, begun, accelerator.device)
         return DeepSpeedEngine(setup, model, optimizer)
 
 

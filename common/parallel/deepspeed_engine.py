@@ -1,7 +1,7 @@
 """Steps through DeepSpeed's engine, and saving and loading of its state."""
 
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from typing import Any, TypeGuard
@@ -17,7 +17,7 @@ from ..errors import UsageError
 from ..step.engine import Engine, StepResult
 from ..step.optimizer_state import as_tensor, counts_on_device, optimizer_slots
 from ..step.setup import Setup
-from ..weights.shards import Shard, TensorReader
+from ..weights.shards import Shard, TensorReader, checkpoint_tensors
 
 AVERAGE = "average"  # a slot of the optimizer state, so that DeepSpeed gathers and divides the moving averages
 
@@ -191,7 +191,6 @@ class DeepSpeedEngine(Engine):
         return [(flat, zero.optimizer.state[flat]) for flat in flats]
 
     def load_parts(self, reader: TensorReader) -> None:
-        """Like `Engine.load_parts`, but also the weights: in bf16 the engine copied rounded weights to float32."""
         saved, found = self.saved_tensors(), optimizer_slots(reader)
         weights = {name: weight for name, weight in saved.items() if _is_trained(weight)}
         slots = {f"optimizer.{name}.{slot}": (weights[name], slot) for name in weights for slot in found.get(name, [])}
@@ -210,8 +209,6 @@ class DeepSpeedEngine(Engine):
                     state[slot] = torch.zeros_like(flat)
         if slots:
             self._link_states()
-        for name, weight in weights.items():
-            _set_whole(weight, None, reader.tensor(f"model.{name}").to(self.device))
         for key, (weight, slot) in slots.items():
             if slot != "step" and reader.tensors[key]["shape"]:
                 _set_whole(weight, slot, reader.tensor(key).to(self.device))
@@ -226,6 +223,13 @@ class DeepSpeedEngine(Engine):
         # DeepSpeed keeps no float32 copy of frozen weights.
         with deepspeed.zero.GatheredParameters([tensor]):
             return tensor.detach().float().clone()
+
+
+def set_weights(module: nn.Module, weights: Mapping[str, Tensor], device: torch.device) -> None:
+    """Sets the float32 weights that the optimizer updates, from whole tensors."""
+    for name, weight in checkpoint_tensors(module).items():
+        if _is_trained(weight):
+            _set_whole(weight, None, weights[name].to(device, torch.float32))
 
 
 def _is_trained(tensor: Tensor) -> TypeGuard[nn.Parameter]:

@@ -200,6 +200,18 @@ def test_bf16_is_close_to_bf16_on_one_process(
     assert largest_difference(run.column("grad_norm"), in_float32.column("grad_norm")) > 50 * TOLERANCE
 
 
+@pytest.mark.parametrize(
+    ("config", "options"), [("deepspeed_zero2_bf16", ""), ("deepspeed_zero3", "--mixed_precision bf16")]
+)
+def test_training_in_bf16_begins_with_all_digits_of_the_weights(
+    tmp_path: Path, reference: Callable[..., Run], config: str, options: str
+) -> None:
+    arguments = f"{TEXT} --max_steps 1 --learning_rate 1e-9"
+    run = fork(tmp_path / "run", config, TRANSFORMER, arguments, options=options)
+    assert run.card["precision"] == "bf16"
+    assert weight_distance(run, reference(TRANSFORMER, arguments)) <= 1e-6, "rounded weights differ by 2e-3"
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("config", "recipe"),
