@@ -22,10 +22,11 @@ from .errors import RunError, StoppedError, UsageError
 from .files import for_json
 from .parallel.strategies import check_trainable, divides_weights, prepare
 from .records.recorder import Recorder
+from .records.run_card import read_card
 from .seeds import CPU, EVALUATION, SUMMARY, seed_forward
 from .state import TrainState
 from .step.batch_loss import SAMPLE_WEIGHT, BatchLoss, gather, put, widened
-from .step.engine import Engine, evaluating
+from .step.engine import Engine, buffers_kept, evaluating
 from .step.guards import check_same_start, freeze_what_is_not_trained
 from .step.setup import Setup
 from .step.values import is_metric
@@ -67,7 +68,8 @@ class Evaluation:
         self._has_said = False
         if (name := engine.plan.config.metric_for_best_model) is not None:
             firsts = {key: _first(eval_set) for key, eval_set in eval_sets.items()}
-            metrics = self.measure(firsts, poll=lambda: False)
+            with buffers_kept(engine.model):
+                metrics = self.measure(firsts, poll=lambda: False)
             assert metrics is not None
             if name not in metrics:
                 raise UsageError(
@@ -91,7 +93,7 @@ class Evaluation:
             state.evaluation_due = False
             if (name := config.metric_for_best_model) is not None and state.records_best(name, metrics[name]):
                 try:
-                    export_model(engine, config.output_dir / "best")
+                    export_model(engine, config.output_dir / "best", {"step": state.step, "metrics": for_json(metrics)})
                 except RunError as error:
                     engine.accelerator.print(f"{error}; the run continues")
         recorder.evaluation(metrics)
@@ -175,7 +177,8 @@ def evaluate_exported(setup: Setup, group: CpuGroup) -> Metrics:
     with Watch(accelerator, plan, group) as watch:
         setup = check_trainable(setup)
         freeze_what_is_not_trained(accelerator, model, setup.optimizer)
-        evaluation = Evaluation(prepare(setup), TrainState(step=plan.num_steps), watch)  # the run is done
+        last = read_card(config.output_dir).get("last_metrics") or {"step": plan.num_steps}
+        evaluation = Evaluation(prepare(setup), TrainState(step=last["step"]), watch)
         metrics = evaluation.measure(evaluation.eval_sets, watch.poll)
         watch.settle()
     if metrics is None:

@@ -24,10 +24,11 @@ from ..errors import RunError, UsageError
 from ..failure import line_of
 from ..files import give_usual_mode, replacing
 from ..parallel.strategies import divides_weights
+from ..records.output_dir import EVALUATION
 from ..records.run_card import read_card
 from ..step.engine import Engine
 from ..step.setup import Setup
-from ..weights.shards import checkpoint_tensors
+from ..weights.shards import checkpoint_tensors, load_tensors
 from .format import MODEL_FILES, check_same_model, write_tensors
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"  # transformers' names
@@ -75,14 +76,14 @@ class _Reads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def export_model(engine: Engine, folder: Path) -> str | None:
+def export_model(engine: Engine, folder: Path, evaluation: dict[str, Any] | None = None) -> str | None:
     """Writes the weights to `<folder>/model.safetensors`, with the module's own names; above 5 GB into several files
     with an index. The main process writes them; no process holds more than one file and one tensor.
 
     A transformers model also gets its `config.json`, so that `from_pretrained(folder)` loads it. A model with a
-    `peft_adapter` (common/tasks/models/lora.py) writes PEFT's files. `export` of `fit` may write more. The finished
-    folder replaces an earlier one at once. Returns a digest of the weights, in the main process. Raises RunError if the
-    weights cannot be written, or the files that belong to them.
+    `peft_adapter` (common/tasks/models/lora.py) writes PEFT's files. `export` of `fit` may write more. `evaluation`:
+    written to `evaluation.json`. The finished folder replaces an earlier one at once. Returns a digest of the weights,
+    in the main process. Raises RunError if the weights cannot be written, or the files that belong to them.
     """
     weights, digest, problem = engine.each_whole(), None, None
     if engine.accelerator.is_main_process:
@@ -90,6 +91,8 @@ def export_model(engine: Engine, folder: Path) -> str | None:
         try:
             with rewrite(folder) as aside:
                 digest = write_weights(weights, aside, dtype, getattr(engine.module, "peft_adapter", None))
+                if evaluation is not None:
+                    (aside / EVALUATION).write_text(json.dumps(evaluation, indent=2) + "\n", encoding="utf-8")
                 try:
                     _write_small_files(engine.module, aside, dtype, engine.setup.options.get("export"))
                 except Exception as error:  # any: `export` is the recipe's, and the weights are worth more
@@ -234,7 +237,7 @@ def load_exported(output_dir: str | Path, model: nn.Module | None = None) -> dic
         raise UsageError(f"the weights in {folder} were altered after its run: train again")
     if model is not None:
         check_same_model(folder, {name: (list(each.shape), each.dtype) for name, each in weights.items()}, model)
-        model.load_state_dict(weights, strict=False)  # adapters are not all weights
+        load_tensors(model, weights)
     return weights
 
 

@@ -44,7 +44,8 @@ def identity(setup: Setup, group: CpuGroup) -> dict[str, Any]:
     some = {name: _some(range(len(each)), NUM_OF_EVALUATION) for name, each in eval_sets.items()}
     # From the training set, with its transforms, and the random numbers that it and its `collate_fn` draw.
     trained = _facts(setup.train_set, known_by(plan), plan.config)
-    evaluated = {name: _facts(eval_sets[name], ids, plan.config) for name, ids in some.items()}
+    numbers: dict[str, Facts] = {name: {"all": {"number": str(len(each))}} for name, each in eval_sets.items()}
+    evaluated = {name: _facts(eval_sets[name], ids, plan.config) | numbers[name] for name, ids in some.items()}
     return {name: config[name] for name in ("seed", "batch_size", "data", "ema_decay")} | {
         "num_samples": plan.num_samples,
         "optimizer": type(setup.optimizer).__name__,

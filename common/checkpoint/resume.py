@@ -21,7 +21,7 @@ from ..step.engine import Engine
 from ..step.optimizer_state import Numbers, load_optimizer
 from ..step.setup import Setup
 from ..weights.on_disk import leave_on_disk
-from ..weights.shards import checkpoint_tensors
+from ..weights.shards import checkpoint_tensors, load_tensors
 from .format import MANIFEST, DamagedError, check_same_model
 from .identity import curve, describe, differences, other_flags, other_sample
 from .reader import Reader
@@ -40,7 +40,10 @@ class Checkpoint:
 
     @property
     def state(self) -> TrainState:
-        return TrainState() if self.reader is None else TrainState(**self.reader.content["state"])
+        state = TrainState() if self.reader is None else TrainState(**self.reader.content["state"])
+        if self.other_evaluation:
+            state.forget_best()
+        return state
 
     def load_weights(self, model: nn.Module) -> None:
         """Loads the weights into the bare module, before `prepare`; or leaves them on disk. Raises UsageError."""
@@ -54,7 +57,7 @@ class Checkpoint:
             if here[name].is_meta:
                 leave_on_disk(here[name], reader, f"model.{name}")
         weights = {name: reader.tensor(f"model.{name}", maps=True) for name in found if not here[name].is_meta}
-        model.load_state_dict(weights, strict=False)  # a checkpoint of adapters holds only these
+        load_tensors(model, weights)
 
     def load_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Loads the state of the optimizer of a bare module."""
@@ -79,6 +82,9 @@ class Checkpoint:
         if self.state.step > plan.num_steps:
             both = f"the checkpoint is at step {self.state.step}, and this run has {plan.num_steps} steps"
             accelerator.print(f"{both}: nothing is left to train")
+        elif plan.is_over(self.state) and self.state.step < plan.num_steps:
+            both = f"--early_stopping_patience {plan.config.early_stopping_patience} ends this run at once"
+            accelerator.print(f"{both}: {self.state.num_not_better} evaluations in a row were not better")
         if content["schedule"] != curve(plan):
             accelerator.print("the learning rate follows a different schedule than in the checkpoint")
         for name, before, value in other_flags(plan, content):

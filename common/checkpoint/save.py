@@ -8,11 +8,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from ..cpu_group import CpuGroup
 from ..environment import versions
-from ..errors import RunError, first_line
+from ..errors import RunError, UsageError, first_line
 from ..files import flush
 from ..records.output_dir import checkpoint_name, checkpoints
 from ..records.running_sums import RunningSums
@@ -45,6 +46,8 @@ class Saver:
         self._remover, self._removals = ThreadPoolExecutor(1), list[Future[None]]()
         self._known: dict[Path, bool] = {}  # {checkpoint: whether it is one of this run}
         self._newest: Callable[[], Path | None] = lambda: None
+        self._kinds: dict[str, tuple[torch.Size, bool]] | None = None  # of the buffers
+        self._check_buffers()
 
     def __enter__(self) -> Self:
         if self._group.rank != 0:
@@ -87,6 +90,7 @@ class Saver:
         fails, the run says so and continues. Raises UsageError for optimizer state that does not fit."""
         self.finish()
         self._engine.numbers.check_complete()
+        self._check_buffers()
         held, layout = self._engine.shards(), self._engine.plan.layout
         dtype = export_dtype(self._engine.plan.config.export_dtype, self._engine.module)
         content = {
@@ -108,6 +112,19 @@ class Saver:
             path = self._write(shards, content)
             self._newest = lambda: path
         self._after_save(state.step, self.finish)
+
+    def _check_buffers(self) -> None:
+        """Raises UsageError for a buffer that the model, as it is built, could not load from a checkpoint."""
+        saved = self._engine.saved_tensors().items()
+        buffers = {name: tensor for name, tensor in saved if not isinstance(tensor, nn.Parameter)}
+        kinds = {name: (each.shape, each.is_floating_point()) for name, each in buffers.items()}
+        if self._kinds is None:
+            self._kinds = kinds
+        if changed := kinds.items() ^ self._kinds.items():
+            raise UsageError(
+                f"the buffer {min(changed)[0]} has changed its shape or type, and no checkpoint can restore that: keep "
+                "both, or register it with persistent=False, or remove --save_every"
+            )
 
     def finish(self) -> Path | None:
         """Waits for the save in progress. Returns the newest checkpoint, or None if there is none or it failed."""

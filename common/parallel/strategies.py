@@ -97,8 +97,8 @@ def with_plans(setup: Setup) -> Setup:
         except UsageError as error:
             found = error
         except Exception as error:  # the run of one process will show whether it also has this error
-            what = f"{layout} cannot divide {type(setup.model).__name__}: {line_of(error)}"
-            found = UsageError(what, f"use {main_strategy(layout).fallback}")
+            what = f"{layout} cannot divide {type(setup.model).__name__}: its first pass, without gradients, fails: "
+            found = UsageError(f"{what}{line_of(error)}", f"use {main_strategy(layout).fallback}")
         if setup.accelerator.device.type != "cpu":
             torch.get_device_module(setup.accelerator.device).empty_cache()  # after passes of the whole model
     if isinstance(found := CpuGroup(setup.plan.config.hang_timeout).broadcast(found), UsageError):

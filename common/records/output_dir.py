@@ -1,5 +1,6 @@
 """The output folder: its lock, the files of an earlier run, and the run card."""
 
+import json
 import re
 import shutil
 import socket
@@ -18,7 +19,7 @@ from ..cpu_group import CpuGroup
 from ..environment import rank
 from ..errors import RunError, UsageError
 from ..failure import Failure, first_failure
-from ..files import flush
+from ..files import flush, read_file, replacing
 from ..plan import Plan
 from ..state import TrainState
 from .run_card import ending, read_card, replace_card
@@ -26,6 +27,7 @@ from .run_card import ending, read_card, replace_card
 PREVIOUS = "previous"  # keeps what this run replaces until this run is done
 MOVED = re.compile(r"best|model|metrics\.jsonl|step_\d{8,}")  # the names of that
 SHARED_FOLDER_S = 10  # longest wait for a network file system to show a new file
+EVALUATION = "evaluation.json"  # in `best/`: the step of its weights, and their metrics
 TRAINED = "trained"  # in the card of a run that is done, but whose recipe failed after it
 _over: list[Path] = []  # the folders of the runs of this process that are done
 STARTS_OVER = "starts_over"  # this file marks the folder's content as an earlier run's, which a new run replaces
@@ -125,7 +127,7 @@ class OutputDir:
     def set_aside(self, state: TrainState) -> None:
         """Moves files of an earlier run to `previous/` beside each. Raises OSError; then nothing has moved."""
         starts_anew = state.step == 0 or resumes_from_elsewhere(self.config)
-        names = ("best", "model", "metrics.jsonl") if state.step == 0 else ()
+        names = ("best", "model", "metrics.jsonl") if state.step == 0 else ("best",) if starts_anew else ()
         leftovers = [self.path / name for name in names if (self.path / name).exists()]
         for step, checkpoint in checkpoints(self.path):
             if starts_anew or (step > state.step and self.config.resume_from_checkpoint != "latest"):
@@ -139,6 +141,18 @@ class OutputDir:
                 if (self.path / newer).exists():  # if the last run exported no model, the older model stays
                     shutil.rmtree(self.path / older, ignore_errors=True)
         _move_beside([(leftover, leftover.parent / PREVIOUS) for leftover in leftovers])
+        others = Path(self.config.resume_from_checkpoint or "").resolve().parent.parent / "best"
+        if starts_anew and state.best is not None and others.is_dir() and state.best_step == _step_of(others):
+            with suppress(OSError), replacing(self.path / "best") as aside:
+                shutil.copytree(others, aside, dirs_exist_ok=True)
+
+    def check_best(self, state: TrainState) -> None:
+        """Forgets the best evaluation unless `best/` has its weights: other steps of this run, which are cut now, may
+        have replaced them. A collective."""
+        if not self.group.broadcast(state.best is None or state.best_step == _step_of(self.path / "best")):
+            if self.group.rank == 0:
+                print(f"best/ has no weights of step {state.best_step}: the next evaluation counts as the best so far")
+            state.forget_best()
 
     def _own(self) -> None:
         """Locks the folder. Raises UsageError if that is impossible, or like `_check_earlier`."""
@@ -206,6 +220,13 @@ def _move_beside(moves: list[tuple[Path, Path]]) -> None:
             with suppress(OSError):
                 place.rename(path)
         raise
+
+
+def _step_of(best: Path) -> int | None:
+    """The step of the weights in a `best/`; None if there are none, or an earlier version wrote them."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        return json.loads(read_file(best / EVALUATION))["step"]
+    return None
 
 
 def _check_shared(folder: Path, group: CpuGroup, machine_rank: int) -> None:

@@ -66,7 +66,7 @@ class Recorder:
                     f"--output_dir {self.output_dir.path} cannot be written ({error.strerror}): {advice}"
                 ) from None
             self.output_dir.write_card(self._card(None))
-        self.accelerator.wait_for_everyone()  # so that a process that fails later finds the card
+        self.output_dir.check_best(self.state)  # a collective: a process that fails later finds the card
         if not self.accelerator.is_main_process:
             self.output_dir.card = read_card(self.output_dir.path)
         warmup, num_steps = self.plan.config.warmup_steps, self.plan.num_steps

@@ -188,16 +188,12 @@ class Engine:
         pass changes them again."""
         if self.batch_loss is None or self.plan.layout.num_processes * self.plan.accumulation == 1:
             return
-        buffers = [(layer, name, each) for layer in self.model.modules() for name, each in layer._buffers.items()]
         rows: Values = {}
-        with torch.no_grad():
-            kept = [(layer, name, each, each.clone()) for layer, name, each in buffers if each is not None]
+        with torch.no_grad(), buffers_kept(self.model):
             for index, batch in enumerate(micro_batches):
                 weight = {SAMPLE_WEIGHT: batch["weight"]} if "weight" in batch else {}
                 self._seed(number, index)
                 put(rows, index, len(micro_batches), self.evaluate(batch, number) | weight)
-            for layer, name, buffer, value in kept:
-                layer._buffers[name] = buffer.copy_(value)
         values = self.share_values(rows)
         whole = {name: gather(self.accelerator, self.plan.layout, own) for name, own in values.items()}
         shares = self.batch_loss.shares(whole, number)
@@ -315,6 +311,17 @@ class Engine:
 
     def _whole(self, tensor: Tensor) -> Tensor:
         return whole(tensor)
+
+
+@contextmanager
+@torch.no_grad()
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """After the `with` block the model has the same buffers, with the same values."""
+    buffers = [(layer, name, each) for layer in model.modules() for name, each in layer._buffers.items()]
+    kept = [(layer, name, each, each.clone()) for layer, name, each in buffers if each is not None]
+    yield
+    for layer, name, buffer, value in kept:
+        layer._buffers[name] = buffer.copy_(value)
 
 
 @contextmanager

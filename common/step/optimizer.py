@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.tensor import distribute_tensor
 
 from ..errors import UsageError
 from ..failure import line_of
@@ -61,8 +62,6 @@ def _divided_like(weight: nn.Parameter, state: dict[str, Any]) -> dict[str, Any]
     """The state that an optimizer made in its constructor, as Adagrad does, divided like the weight now."""
     if not is_divided(weight):
         return state
-    from torch.distributed.tensor import distribute_tensor
-
     return {
         name: distribute_tensor(value.to(weight.device), weight.device_mesh, weight.placements)
         if isinstance(value, Tensor) and value.shape == weight.shape

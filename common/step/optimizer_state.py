@@ -55,7 +55,8 @@ class Numbers:
             if self._not_stored.get(what, [None]) != version:
                 raise UsageError(
                     f"{type(self.optimizer).__name__} changes its {what}, which a checkpoint does not store: keep it "
-                    "in the state of a weight, or as numbers in param_groups, or remove --save_every"
+                    "in the state of a weight, or as numbers in param_groups, or remove --save_every; instead of a "
+                    "learning-rate scheduler, use --lr_schedule or schedule= of fit"
                 )
 
     def _versions(self) -> dict[str, Any]:

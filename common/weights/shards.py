@@ -4,19 +4,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+from typing import Any, Protocol, TypeGuard
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ..errors import UsageError
 from ..norms import norm_of
-
-if TYPE_CHECKING:  # the import takes 0.7 s
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor
 
 
 class TensorReader(Protocol):
@@ -65,7 +63,15 @@ def checkpoint_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if tensor.requires_grad or ".lora_" in name}
 
 
-def is_divided(tensor: Tensor) -> "TypeGuard[DTensor]":
+def load_tensors(module: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Loads some of what `checkpoint_tensors` returned, without the hooks that convert what the recipe's did."""
+    with ExitStack() as stack:
+        for hooks in (each._load_state_dict_pre_hooks for each in module.modules() if each._load_state_dict_pre_hooks):
+            stack.enter_context(patch.dict(hooks, clear=True))
+        module.load_state_dict(tensors, strict=False)
+
+
+def is_divided(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether the tensor is a DTensor."""
     return hasattr(tensor, "placements")
 
@@ -92,7 +98,6 @@ def norm_over_processes(tensors: list[Tensor]) -> Tensor:
     """The L2 norm of all elements of tensors, some of them DTensors: 0-dim, the same in all processes."""
     if not any(map(is_divided, tensors)):
         return norm_of(tensors)
-    from torch.distributed.tensor import DTensor, Partial, Replicate
 
     groups: dict[Any, list[Tensor]] = {}  # {(mesh, the placement of a sum over shards): shards}
     for tensor in tensors:
@@ -138,12 +143,12 @@ def range_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 @lru_cache(maxsize=8)
-def _ranks(mesh: "DeviceMesh") -> Tensor:
+def _ranks(mesh: DeviceMesh) -> Tensor:
     """The ranks of a mesh; torch makes a new tensor each time."""
     return mesh.mesh
 
 
-def _place(tensor: "DTensor") -> tuple[list[int | None], Sequence[int]]:
+def _place(tensor: DTensor) -> tuple[list[int | None], Sequence[int]]:
     """(for each dimension of the mesh the tensor's dimension that it divides, or None; this process's coordinate)."""
     placements: Sequence[Any] = tensor.placements
     coordinate = tensor.device_mesh.get_coordinate()
@@ -196,8 +201,6 @@ def read_like(
             return value
         # Fused kernels need the memory format of the weight.
         return torch.empty_like(weight, dtype=dtype or value.dtype, device=device).copy_(value)
-    from torch.distributed.tensor import DTensor
-
     if (packs := packs_of(weight)) == 1:
         read = reader.tensor(name, *range_of(weight))
     else:

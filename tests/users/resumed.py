@@ -1,0 +1,63 @@
+"""A recipe whose model keeps --what between runs. Its evaluations are best after step --best."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from samples import WIDTH, Samples
+from torch import Tensor, nn
+
+from accelerate_recipes import RunConfig, fit, flag, run, start
+from accelerate_recipes.common.data import Batch
+
+
+class Net(nn.Module):
+    def __init__(self, what: str):
+        super().__init__()
+        self.what, self.head = what, nn.Linear(WIDTH, 1)
+        self.register_buffer("kept", torch.zeros(1))
+        if what == "hooks":  # it saves the weight in other units
+            self._register_state_dict_hook(self._save)
+            self.register_load_state_dict_pre_hook(self._load)
+
+    @staticmethod
+    def _save(module: nn.Module, saved: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+        saved[f"{prefix}head.weight"] = saved[f"{prefix}head.weight"] * 100
+
+    @staticmethod
+    def _load(module: nn.Module, saved: dict[str, Any], prefix: str, *others: Any) -> None:
+        saved[f"{prefix}head.weight"] = saved[f"{prefix}head.weight"] / 100
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.what == "evaluations" and not self.training:
+            self.kept += 1
+        if self.what == "grows" and self.training:
+            self.kept = torch.cat([self.kept, self.kept[:1]])
+        return self.head(x)[:, 0] + self.kept[0]
+
+
+@dataclass(kw_only=True)
+class Config(RunConfig):
+    what: Literal["nothing", "hooks", "evaluations", "grows"] = flag("nothing", "what the model keeps")
+    best: int = flag(3, "the step after which an evaluation is best")
+    number: int = flag(11, "samples for evaluation")
+    learning_rate: float = 0.1
+    batch_size: int = 8
+    max_steps: int | None = 6
+    log_every: int = 1
+    eval_every: int | None = 1
+
+
+def main(config: Config) -> None:
+    def forward_step(model: nn.Module, batch: Batch, step: int) -> dict[str, Tensor]:
+        loss = (model(batch["x"]) - batch["y"]).square()
+        return {"loss": loss, "error": torch.full_like(loss, abs(step - config.best)), "step": loss * 0 + step}
+
+    accelerator = start(config)
+    model = Net(config.what)
+    optimizer = torch.optim.SGD(model.parameters(), lr=config.learning_rate)
+    fit(accelerator, model, optimizer, forward_step, Samples(32, 1), Samples(config.number, 2), config)
+
+
+if __name__ == "__main__":
+    run(main, Config)
