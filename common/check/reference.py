@@ -23,7 +23,6 @@ from ..data.sets import Batch, as_numbered_step
 from ..environment import num_cores
 from ..errors import UsageError, is_out_of_memory
 from ..layout import Layout
-from ..parallel.strategies import main_strategy
 from ..plan import Plan
 from ..seeds import restore_generators
 from ..step.engine import Engine
@@ -53,12 +52,6 @@ class ReferenceRun:
     is_low: bool = False  # whether a layer computed with fewer bits than float32; set by the first steps
     changes: Changes | None = None  # what the first steps changed in the recipe's objects
     seconds: float = math.inf  # that the fastest step took
-
-    @property
-    def rounds_buffers(self) -> bool:
-        """Whether the run keeps buffers in bf16, and they were not saved from such a run."""
-        layout = self.setup.plan.layout
-        return layout.precision == "bf16" and main_strategy(layout).rounds_buffers and not self.checkpoint.state.step
 
     def steps(
         self,
@@ -92,9 +85,6 @@ class ReferenceRun:
             self.checkpoint.load_optimizer(model, optimizer)
             if change is not None:
                 change(model)
-            with torch.no_grad():
-                for tensor in model.buffers() if self.rounds_buffers else ():
-                    tensor.copy_(_round(tensor))
             if device.type == "cpu":  # as the run does; torch's loop over the weights takes several times as long
                 choose_fused_kernels(setup.accelerator, optimizer)
             if plan.layout.precision != "float32":  # as Accelerate does without sharding
@@ -198,15 +188,9 @@ def _threads_of_all(model: nn.Module, num_processes: int) -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def sketches(module: nn.Module, rounds: bool = False) -> dict[str, Sketch]:
-    """{name: parameter or buffer that checkpoints hold; a buffer perhaps rounded to bfloat16}"""
-    rounded = {*module.buffers()} if rounds else {*()}
-    tensors = checkpoint_tensors(module).items()
-    return {name: Sketch.of(_round(tensor) if tensor in rounded else tensor) for name, tensor in tensors}
-
-
-def _round(tensor: Tensor) -> Tensor:
-    return tensor.bfloat16() if tensor.is_floating_point() else tensor
+def sketches(module: nn.Module) -> dict[str, Sketch]:
+    """{name: parameter or buffer that checkpoints hold}"""
+    return {name: Sketch.of(tensor) for name, tensor in checkpoint_tensors(module).items()}
 
 
 # To measure the noise floor, the weights are perturbed by this number of rounding errors (ulp). Under Adam, a few
@@ -229,7 +213,7 @@ class Perturbed:
 
         def change(model: nn.Module) -> None:
             perturb(model, roundings, run.is_low)
-            start.update(sketches(model, run.rounds_buffers))
+            start.update(sketches(model))
 
         return cls(run.steps(numbers, None, change, **options), start)
 
@@ -267,7 +251,7 @@ def take_reference(run: ReferenceRun) -> Reference:
     _check_possible(setup, num_bytes, is_resumed=numbers[0] > 0)
     try:
         with with_full_weights(setup.model):
-            initial = sketches(setup.model, run.rounds_buffers)
+            initial = sketches(setup.model)
             steps = run.steps(numbers, first_pass)
             is_bf16 = setup.plan.layout.precision == "bf16"
             has_layers = any(module for _, (module, _, _) in steps[numbers[0]].modules.forward)

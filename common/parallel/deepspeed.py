@@ -25,7 +25,7 @@ from ..plan import Plan
 from ..step.setup import Setup, compile_if_asked, float32_outputs, say_what_is_cast
 from ..weights.on_disk import materialize
 from ..weights.shards import checkpoint_tensors
-from .deepspeed_engine import DeepSpeedEngine, set_weights
+from .deepspeed_engine import DeepSpeedEngine
 from .extensions import load_extension
 from .strategy import Division, Strategy
 
@@ -155,7 +155,6 @@ def check_section(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan
 class DeepSpeed(Strategy):
     name = "DeepSpeed"
     distributed_type = DistributedType.DEEPSPEED
-    rounds_buffers = True
     needs_all_weights = True  # it applies weight decay to a weight that no pass used
     takes_means = True
     takes_fp16 = False
@@ -182,9 +181,9 @@ class DeepSpeed(Strategy):
         materialize(model)
         configure(accelerator, model, plan)
         say_what_is_cast(accelerator, model, self.name)
-        is_low, begun = plan.layout.precision != "float32", dict[str, Tensor]()
-        if is_low:
-            begun = {name: tensor.detach() for name, tensor in checkpoint_tensors(model).items()}
+        whole: dict[str, Tensor] = {}
+        if plan.layout.precision != "float32":
+            whole = {name: tensor.detach() for name, tensor in checkpoint_tensors(model).items()}
             model.register_forward_pre_hook(_bf16_inputs, with_kwargs=True)
             model.register_forward_hook(float32_outputs)
         compile_if_asked(model, plan)
@@ -192,9 +191,7 @@ class DeepSpeed(Strategy):
         model._is_fsdp_managed_module = zero_stage(plan.layout.environment) == 3
         model, optimizer = accelerator.prepare(model, setup.optimizer)
         load_models_whole()
-        if is_low:  # it has copied rounded weights to float32
-            set_weights(model.module, begun, accelerator.device)
-        return DeepSpeedEngine(setup, model, optimizer)
+        return DeepSpeedEngine(setup, model, optimizer, whole)
 
 
 def _bf16_inputs(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

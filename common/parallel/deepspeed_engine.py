@@ -45,7 +45,14 @@ class DeepSpeedEngine(Engine):
 
     model: Any  # DeepSpeed's engine around the module, made by `prepare`
 
-    def __init__(self, setup: Setup, model: Any, optimizer: Any):
+    def __init__(self, setup: Setup, model: Any, optimizer: Any, weights: Mapping[str, Tensor]):
+        """`weights`: with all digits, if DeepSpeed has rounded the model's before it copied them to float32."""
+        self._frozen: dict[Tensor, Tensor] = {}  # {frozen weight or buffer: itself with all digits}
+        for name, weight in checkpoint_tensors(model.module).items() if weights else ():
+            if _is_trained(weight):
+                _set_whole(weight, None, weights[name].to(setup.accelerator.device, torch.float32))
+            else:
+                self._frozen[weight] = weights[name]
         super().__init__(setup, model, optimizer)
         self._divides = True  # whether it divides the optimizer's tensors, at stages 1 and 2
         self._looks = False  # at the gradients of this step, and at what the optimizer computes
@@ -214,22 +221,16 @@ class DeepSpeedEngine(Engine):
                 _set_whole(weight, slot, reader.tensor(key).to(self.device))
 
     def _whole(self, tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, nn.Parameter):
-            return tensor
         import deepspeed
 
-        if tensor.requires_grad and (whole := deepspeed.utils.safe_get_full_fp32_param(tensor)) is not None:
-            return whole
-        # DeepSpeed keeps no float32 copy of frozen weights.
-        with deepspeed.zero.GatheredParameters([tensor]):
-            return tensor.detach().float().clone()
-
-
-def set_weights(module: nn.Module, weights: Mapping[str, Tensor], device: torch.device) -> None:
-    """Sets the float32 weights that the optimizer updates, from whole tensors."""
-    for name, weight in checkpoint_tensors(module).items():
-        if _is_trained(weight):
-            _set_whole(weight, None, weights[name].to(device, torch.float32))
+        now = tensor
+        if isinstance(tensor, nn.Parameter):
+            if tensor.requires_grad and (whole := deepspeed.utils.safe_get_full_fp32_param(tensor)) is not None:
+                return whole
+            with deepspeed.zero.GatheredParameters([tensor]):  # DeepSpeed keeps no float32 copy of frozen weights
+                now = tensor.detach().float().clone()
+        whole = self._frozen.get(tensor, now).to(now.device)
+        return whole.where(whole.to(tensor.dtype) == now, now)  # unless the recipe has written it
 
 
 def _is_trained(tensor: Tensor) -> TypeGuard[nn.Parameter]:

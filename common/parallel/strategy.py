@@ -35,7 +35,6 @@ class Strategy:
     needs_all_weights: ClassVar[bool] = False  # whether each forward pass must use all weights
     takes_means: ClassVar[bool] = False  # whether the model's wrapper averages gradients instead of summing them
     frees_weights: ClassVar[bool] = False  # whether a backward pass frees the weights that it has gathered
-    rounds_buffers: ClassVar[bool] = False  # whether the buffers have the bits of the config's precision
     takes_fp16: ClassVar[bool] = True  # whether it knows the loss scaling of fp16
     of_weights: ClassVar[bool] = True  # whether it divides weights, and not only what a pass computes
     # Checks that refuse a launch that cannot work, and a model or optimizer that would not have the same result.

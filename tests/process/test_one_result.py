@@ -243,6 +243,13 @@ def test_frozen_weights_are_exported(tmp_path: Path, reference: Callable[..., Ru
     assert weight_distance(run, expected) <= TOLERANCE
 
 
+@pytest.mark.parametrize("stage", ["deepspeed_zero2", "deepspeed_zero3"])
+def test_frozen_weights_are_exported_with_all_digits(tmp_path: Path, reference: Callable[..., Run], stage: str) -> None:
+    arguments = "--case frozen --max_steps 1 --learning_rate 1e-9"
+    run = fork(tmp_path / "run", stage, MISFIT, arguments, options="--mixed_precision bf16")
+    assert run.card["precision"] == "bf16" and weight_distance(run, reference(MISFIT, arguments)) <= 1e-6
+
+
 def test_learning_rate_follows_the_schedule(reference: Callable[..., Run]) -> None:
     rates = reference(*RECIPES["mnist cnn"]).column("learning_rate")
     assert rates == [1e-2 * learning_rate_factor("cosine", step, 20, 3) for step in range(20)]

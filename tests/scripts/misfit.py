@@ -50,6 +50,7 @@ def main(config: Config) -> None:
 
     if config.case == "frozen":
         model[1].requires_grad_(False)
+        model[1].register_buffer("third", torch.tensor([1 / 3]))
 
     def forward_step(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         loss = nn.functional.cross_entropy(model(batch["image"]), batch["label"], reduction="none")
