@@ -98,6 +98,9 @@ class Absent(Tensor):
             raise self.refusal(f"changes requires_grad of {self.origin} after fit began")
         return self
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise self.refusal(f"copies {self.origin}")
+
     def refusal(self, what: str) -> UsageError:
         return UsageError(
             f"forward_step, the model or a hook {what}: another stage of the pipeline has that", f"use {FALLBACK}"
