@@ -44,19 +44,13 @@ _NOT_SUPPORTED = (
     ("calls a layer 2 times", PIPELINES, ["embeddings"]),
     ("has no experts of transformers 5", ["fsdp2_expert_parallel"], [each for each in RECIPES if each != EXPERTS]),
 )
-# DeepSpeed's bf16 rounds at different points than autocast. For most recipes, the parity check ends the run.
-_DIFFER = "finetune", "distillation", "preferences", "translation", "image_classification", "segmentation", "detection"
 
-MATRIX = (
-    {(recipe, config): Cell(flags=tuple(SIZES.get(config, ()))) for recipe in RECIPES for config in CONFIGS}
-    | {(recipe, "deepspeed_zero2_bf16"): Cell("differs") for recipe in _DIFFER}
-    | {
-        (recipe, config): Cell("not supported", line=line)
-        for line, configs, recipes in _NOT_SUPPORTED
-        for config in configs
-        for recipe in recipes
-    }
-)
+MATRIX = {(recipe, config): Cell(flags=tuple(SIZES.get(config, ()))) for recipe in RECIPES for config in CONFIGS} | {
+    (recipe, config): Cell("not supported", line=line)
+    for line, configs, recipes in _NOT_SUPPORTED
+    for config in configs
+    for recipe in recipes
+}
 
 
 def flags_for(name: str, config: str) -> list[str] | None:
