@@ -108,8 +108,7 @@ class RunConfig:
         1, "processes in a pipeline, each with some of the layers; more processes form several pipelines", minimum=1
     )
     pipeline_schedule: Literal["1f1b", "interleaved", "zbv"] = flag(
-        "1f1b",
-        "order of the passes in a pipeline; with interleaved and zbv each process has two stages and waits less",
+        "1f1b", "order of the passes in a pipeline; with interleaved and zbv each process has two stages and waits less"
     )
     expert_parallel: int = flag(
         1, "number of processes that share the experts of each layer; each holds some of them", minimum=1

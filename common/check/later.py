@@ -110,11 +110,11 @@ class Rehearsal:
 def _may_evaluate(run: ReferenceRun) -> bool:
     """Whether one process can take the evaluations of the run, too, within `MAX_SECONDS`, and restore what they
     change."""
-    setup, plan, walk = run.setup, run.setup.plan, Walk()
+    setup, plan, walk, taken = run.setup, run.setup.plan, Walk(), run.checkpoint.state.step
     functions = [setup.options.get(name) for name in ("summarize", "examples")]
     passes = sum(-(-len(each) // plan.micro_batch_size) for each in setup.eval_sets.values())
-    # The run measures the metric of the best model once before the first step, and averages of weights are not kept.
-    is_other = plan.config.ema_decay or (plan.config.metric_for_best_model and any(functions))
+    # The run measures the metric of the best model once before the first step. Averages are not loaded.
+    is_other = (plan.config.ema_decay and taken) or (plan.config.metric_for_best_model and any(functions))
     if is_other or passes * run.seconds / plan.accumulation > MAX_SECONDS:
         return False
     walk.visit(functions)
@@ -132,7 +132,7 @@ def _evaluate(found: dict[int, Metrics]) -> Callable[[Engine, int], None]:
     ends = time.thread_time() + MAX_SECONDS
 
     def evaluate(engine: Engine, number: int) -> None:
-        with unheard():
+        with unheard(), engine.ema_weights():
             metrics = measure(engine, engine.setup.eval_sets, lambda: time.thread_time() > ends, number)
         if metrics is None:
             raise NotChecked("the evaluations take too long")

@@ -49,8 +49,7 @@ class Mixture(ConcatDataset):
             if 0 in self.counts:
                 name = self.names[self.counts.index(0)]
                 raise UsageError(
-                    f"{name} gets less than one sample per epoch",
-                    "use a larger weight for it, or --mixture_ends all",
+                    f"{name} gets less than one sample per epoch", "use a larger weight for it, or --mixture_ends all"
                 )
 
     def __getitem__(self, index: int) -> Any:

@@ -26,7 +26,8 @@ class EMA:
         self.num_updates += 1
         decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
         averages, weights = ([local(tensor) for tensor in part] for part in (self.averages.values(), self.averages))
-        torch._foreach_lerp_(averages, weights, 1 - decay)
+        if averages:  # not in a stage of a pipeline that is frozen
+            torch._foreach_lerp_(averages, weights, 1 - decay)
 
     @contextmanager
     def swap_in(self) -> Iterator[None]:

@@ -104,6 +104,8 @@ BEGINS: dict[tuple[str, str], str | None] = {
     **{("temperature", config): None for config in ("tensor_parallel", "pipeline_parallel")},
     # A process with two stages has two copies of the model.
     **{("temperature", config): f'{ONE}: the evaluation after step 6 gives "loss" as' for config in PIPELINES[1:]},
+    ("temperature --ema_decay 0.9", "interleaved"): f'{ONE}: the evaluation after step 6 gives "loss" as',
+    ("nothing --ema_decay 0.9", "interleaved"): None,
     ("head", "deepspeed_zero2"): "something besides the optimizer's step writes weights of the model; DeepSpeed ZeRO-2",
     ("cap", "tensor_parallel"): "linalg_vector_norm",
     ("dropout", "tensor_parallel"): "in step 4 a pass computes",
