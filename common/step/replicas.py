@@ -83,10 +83,10 @@ class Replicas:
         return None
 
     def _numbers(self) -> dict[str, float]:
-        """The numbers in the optimizer's parameter groups, such as the learning rate, by name."""
+        """Numbers of the parameter groups by name, such as the learning rate; not what sparse gradients change."""
         groups = enumerate(self._optimizer.param_groups)
         pairs = ((f"{name} of group {number}", value) for number, group in groups for name, value in group.items())
-        return {name: value for name, value in pairs if isinstance(value, int | float)}
+        return {name: value for name, value in pairs if isinstance(value, int | float) and name[:6] != "fused "}
 
     def _is_compared(self, name: str, tensor: Tensor) -> bool:
         return (self._compares or tensor.requires_grad) and (isinstance(tensor, nn.Parameter) or name in self._buffers)

@@ -17,32 +17,33 @@ def check_values(
     the names, so that all processes sum up the same metrics. With a `batch_loss`, the values may have more dimensions,
     of the same sizes in all calls; so may predictions, whose sizes may differ from call to call. With `examples`,
     numbers may be predictions, too, such as probabilities."""
-    known: dict[tuple[bool, bool], dict[str, torch.Size]] = {}  # {(in training, with gradients): shapes}
+    known: dict[tuple[bool, bool], dict[str, Any]] = {}  # {(in training, with gradients): {name: (shape, dtype)}}
     values_of = as_numbered_step(forward_step)
 
     def checked_values(model: Any, batch: Batch, number: int) -> dict[str, Tensor]:
         # A recipe may ask for either; the first pass of a batch_loss trains without gradients.
-        shapes = known.setdefault((model.training, torch.is_grad_enabled()), {})
+        mode = (model.training, torch.is_grad_enabled())
         values = values_of(model, batch, number)
         if has_batch_loss:
             _check_values(values, size)
         else:
             check_metrics(values, size, "forward_step", has_examples)
-        if not shapes:
-            shapes.update({name: values[name].shape for name in sorted(values, key=lambda key: (key != "loss", key))})
-        if values.keys() != shapes.keys():
+        names = sorted(values, key=lambda name: (name != "loss", name))
+        first = known.setdefault(mode, {name: (values[name].shape, values[name].dtype) for name in names})
+        if values.keys() != first.keys():
             raise UsageError(
-                f"forward_step returns {', '.join(values)}, and {', '.join(shapes)} for another batch: return the same "
+                f"forward_step returns {', '.join(values)}, and {', '.join(first)} for another batch: return the same "
                 "names for each batch; evaluation (not model.training) may have its own names"
             )
         for name, value in values.items():
-            expected = shapes[name] if has_batch_loss else shapes[name][:1]
-            if value.ndim != len(shapes[name]) or value.shape[: len(expected)] != expected:
+            shape, dtype = first[name]
+            expected = shape if has_batch_loss else shape[:1]
+            if value.ndim != len(shape) or value.shape[: len(expected)] != expected or value.dtype != dtype:
                 raise UsageError(
-                    f'"{name}" has shape {tuple(value.shape)}, and {tuple(shapes[name])} in another batch: return one '
-                    "shape for each batch, such as a mean over the tokens"
+                    f'"{name}" has shape {tuple(value.shape)} of {value.dtype}, and {tuple(shape)} of {dtype} in '
+                    "another batch: return one shape and type for each batch, such as a mean over the tokens"
                 )
-        return {name: values[name] for name in shapes}
+        return {name: values[name] for name in first}
 
     return checked_values
 

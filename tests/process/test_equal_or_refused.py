@@ -26,6 +26,7 @@ DRAWN: dict[tuple[str, str], str | None] = {
     ("step noise_of_its_own", "fsdp2"): "forward_step or the model has its own random generator, OWN",
     ("step mixup", "deepspeed_zero2"): None,
     ("step names_by_data", "ddp"): "return the same names for each batch",
+    ("step types_by_data", "ddp"): "return one shape and type for each batch",
     ("step order_by_data", "fsdp2"): None,
     ("step metric_of_evaluation --metric_for_best_model near", "deepspeed_zero3"): None,
     ("step metric_without_gradients", "ddp"): None,
@@ -146,6 +147,10 @@ DRAWN: dict[tuple[str, str], str | None] = {
     ("optimizer sam", "deepspeed_zero3"): "Sam calls the model several times per step",
     ("model lazy --optimizer plain_sgd", "fsdp2"): None,
     ("model sparse_table --optimizer plain_sgd", "ddp"): None,
+    # The other stage has no sparse gradients.
+    ("model sparse_table --optimizer plain_sgd", "pipeline_parallel"): None,
+    # A stage has no weights to average.
+    ("model all_but_head_frozen --ema_decay 0.9", "pipeline_parallel"): None,
     ("model sparse_tables --optimizer sparse_adam", "deepspeed_zero2"): "DeepSpeed ZeRO-2 cannot train this: Not",
     (
         "model sparse_table --optimizer plain_sgd",

@@ -127,6 +127,13 @@ def names_by_data(model: Any, batch: Batch, whole: nn.Module) -> Values:
     return values | ({"high": batch["y"]} if float(batch["y"].sum()) > 0 else {"low": batch["y"]})
 
 
+def types_by_data(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    """A score, and the integer 0 where there is nothing to find."""
+    values, size = square(model(batch["x"]), batch), len(batch["y"])
+    found = float(batch["y"].sum()) > 0
+    return values | {"score": values["error"].detach() if found else torch.tensor([0] * size)}
+
+
 def order_by_data(model: Any, batch: Batch, whole: nn.Module) -> Values:
     values = square(model(batch["x"]), batch) | {"x": batch["x"][:, 0]}
     return values if float(batch["y"].sum()) > 0 else dict(reversed(values.items()))
@@ -319,6 +326,7 @@ HABITS: dict[str, Step] = {
         switches_weights,
         contrast,
         names_by_data,
+        types_by_data,
         order_by_data,
         metric_of_evaluation,
         metric_without_gradients,
