@@ -19,8 +19,7 @@ def verify(
     output: Annotated[Path | None, typer.Option(help="folder of the certificate (default: verified/<script>)")] = None,
     accelerate: Annotated[bool, typer.Option("--accelerate", help="run your own Accelerate script, unchanged")] = False,
     split_batches: Annotated[
-        bool,
-        typer.Option("--split_batches", help="with --accelerate: split each batch, in a seeded order"),
+        bool, typer.Option("--split_batches", help="with --accelerate: split each batch, in a seeded order")
     ] = False,
     record: Annotated[Path | None, typer.Option(help="only record the first steps of one process here")] = None,
     against: Annotated[Path | None, typer.Option(help="compare one process with this record or certificate")] = None,

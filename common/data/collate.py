@@ -38,6 +38,9 @@ def collate(samples: Any, size: int, collate_fn: CollateFn) -> Batch:
                 raise UsageError(f'"{name}" of a batch has shape {tuple(value.shape)}: expected {expected}')
         elif not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
             raise UsageError(_no_tensor(name, value, "batch" if is_own or samples is batch else "sample"))
+    if "weight" in batch and isinstance(first, dict) and isinstance(first.get("weight"), Number):
+        # 1 and 0.5 give integers or floats, as a batch has them, and processes sum weights of one type.
+        return batch | {"weight": batch["weight"].to(torch.float32 if is_own else torch.float64)}
     return batch
 
 

@@ -64,8 +64,7 @@ class Trained:
         self._first_record = self._first_record or (step, self._bits)
         groups = self._optimizer.param_groups
         is_tiny = all(group["lr"] < LEAST_RATE * group.get("initial_lr", 0) or not group["lr"] for group in groups)
-        may_skip = self._accelerator.scaler is not None
-        if num_moved or step == since or self._is_still or is_tiny or may_skip:
+        if num_moved or step == since or self._is_still or is_tiny or self._accelerator.scaler is not None:
             return
         self._is_still = True
         self._accelerator.print(

@@ -41,7 +41,7 @@ def check_values(
             if value.ndim != len(shape) or value.shape[: len(expected)] != expected or value.dtype != dtype:
                 raise UsageError(
                     f'"{name}" has shape {tuple(value.shape)} of {value.dtype}, and {tuple(shape)} of {dtype} in '
-                    "another batch: return one shape and type for each batch, such as a mean over the tokens"
+                    "another batch: return one shape and type for each batch: a mean over the tokens, or .float()"
                 )
         return {name: values[name] for name in first}
 

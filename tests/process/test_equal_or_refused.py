@@ -113,6 +113,7 @@ DRAWN: dict[tuple[str, str], str | None] = {
     ("model gradients_clamped_by_hooks", "ddp"): None,
     ("model transposed_weight", "fsdp2"): "FSDP does not support non-contiguous parameters",
     ("set draws_for_batches", "ddp"): None,
+    ("set weights_of_two_types", "ddp"): None,
     ("set with_names", "ddp"): None,
     ("set keeps_what_it_draws", "ddp"): "a sample of the training set draws random numbers when it is first read, and",
     ("collate_fn masks", "deepspeed_zero3"): None,

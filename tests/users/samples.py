@@ -100,6 +100,7 @@ SETS: dict[str, Callable[[int, int], Dataset]] = {
     "keeps_what_it_draws": KeepsDraws,
     "with_its_own_generator": changed(noisy_by_its_own_generator),
     "changes_its_samples": ChangesItsSamples,
+    "weights_of_two_types": changed(lambda sample, index: sample | {"weight": 1 if index % 4 else 0.5}),
     "with_names": changed(lambda sample, index: sample | {"name": f"sample {index}"}),
 }
 MISTAKEN_SETS: dict[str, Callable[[int, int], Dataset]] = {
