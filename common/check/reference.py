@@ -68,6 +68,7 @@ class ReferenceRun:
         take more than a minute, or a signal asks the run to stop; UsageError if `forward_step` advances an iterator."""
         setup, every = self.setup, range(numbers[0] if first is None else first, numbers[-1] + 1)
         config = copy.copy(setup.plan.config)
+        # Only evaluations read the moving averages.
         config.num_workers, config.compile, config.ema_decay = 0, False, config.ema_decay * (evaluate is not None)
         layout, num_rows = setup.plan.layout, setup.plan.accumulation * setup.plan.layout.data_parallel_size
         single = Layout(precision=layout.precision, device=layout.device)

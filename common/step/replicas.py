@@ -84,9 +84,12 @@ class Replicas:
 
     def _numbers(self) -> dict[str, float]:
         """Numbers of the parameter groups by name, such as the learning rate; not what sparse gradients change."""
-        groups = enumerate(self._optimizer.param_groups)
-        pairs = ((f"{name} of group {number}", value) for number, group in groups for name, value in group.items())
-        return {name: value for name, value in pairs if isinstance(value, int | float) and name[:6] != "fused "}
+        return {
+            f"{name} of group {number}": value
+            for number, group in enumerate(self._optimizer.param_groups)
+            for name, value in group.items()
+            if isinstance(value, int | float) and name != "fused"
+        }
 
     def _is_compared(self, name: str, tensor: Tensor) -> bool:
         return (self._compares or tensor.requires_grad) and (isinstance(tensor, nn.Parameter) or name in self._buffers)
