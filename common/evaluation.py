@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 from torch.utils.data import Subset
 
@@ -177,8 +178,10 @@ def evaluate_exported(setup: Setup, group: CpuGroup) -> Metrics:
     with Watch(accelerator, plan, group) as watch:
         setup = check_trainable(setup)
         freeze_what_is_not_trained(accelerator, model, setup.optimizer)
-        last = read_card(config.output_dir).get("last_metrics") or {"step": plan.num_steps}
-        evaluation = Evaluation(prepare(setup), TrainState(step=last["step"]), watch)
+        last, step = read_card(config.output_dir).get("last_metrics"), plan.num_steps
+        if isinstance(last, dict):
+            step = last.get("step", step)  # early stopping may have ended the run before
+        evaluation = Evaluation(prepare(setup), TrainState(step=step), watch)
         metrics = evaluation.measure(evaluation.eval_sets, watch.poll)
         watch.settle()
     if metrics is None:
@@ -218,6 +221,11 @@ def evaluate_set(
             weight = batch.get("weight", torch.ones(size, device=device))
             put(rows, index, num_passes, values | ({SAMPLE_WEIGHT: weight} if values else {}))  # in the last stage
     rows = engine.share_values(rows)
+    types = gather_object([{name: each.dtype for name, each in rows.items()}])
+    for rank, other in enumerate(types):
+        for name in (name for name in types[0] if other.get(name) != types[0][name]):
+            what = f'"{name}" has the type {other.get(name)} in process {rank}, {types[0][name]} in process 0'
+            raise UsageError(f"{what}: return one type for each batch, such as .float()")
     for name in (name for name, each in rows.items() if each.ndim > 2):  # predictions, longer in other processes
         sizes = torch.tensor(rows[name].shape[2:], device=device)
         rows[name] = widened(rows[name], engine.accelerator.gather(sizes[None]).amax(0).tolist())

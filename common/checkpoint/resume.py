@@ -83,8 +83,9 @@ class Checkpoint:
             both = f"the checkpoint is at step {self.state.step}, and this run has {plan.num_steps} steps"
             accelerator.print(f"{both}: nothing is left to train")
         elif plan.is_over(self.state) and self.state.step < plan.num_steps:
-            both = f"--early_stopping_patience {plan.config.early_stopping_patience} ends this run at once"
-            accelerator.print(f"{both}: {self.state.num_not_better} evaluations in a row were not better")
+            flag = f"--early_stopping_patience {plan.config.early_stopping_patience}"
+            number = self.state.num_not_better
+            accelerator.print(f"{flag} ends this run at once: {number} evaluations in a row were not better")
         if content["schedule"] != curve(plan):
             accelerator.print("the learning rate follows a different schedule than in the checkpoint")
         for name, before, value in other_flags(plan, content):

@@ -27,6 +27,7 @@ DRAWN: dict[tuple[str, str], str | None] = {
     ("step mixup", "deepspeed_zero2"): None,
     ("step names_by_data", "ddp"): "return the same names for each batch",
     ("step types_by_data", "ddp"): "return one shape and type for each batch",
+    ("step types_by_process", "ddp"): '"score" has the type torch.int64 in process 1, torch.float32 in process 0',
     ("step order_by_data", "fsdp2"): None,
     ("step metric_of_evaluation --metric_for_best_model near", "deepspeed_zero3"): None,
     ("step metric_without_gradients", "ddp"): None,

@@ -127,6 +127,13 @@ def names_by_data(model: Any, batch: Batch, whole: nn.Module) -> Values:
     return values | ({"high": batch["y"]} if float(batch["y"].sum()) > 0 else {"low": batch["y"]})
 
 
+def types_by_process(model: Any, batch: Batch, whole: nn.Module) -> Values:
+    """As where one process finds nothing in its part of the evaluation set."""
+    values = square(model(batch["x"]), batch)
+    score = values["error"].detach()
+    return values | {"score": score.long() if PartialState().process_index and not model.training else score}
+
+
 def types_by_data(model: Any, batch: Batch, whole: nn.Module) -> Values:
     """A score, and the integer 0 where there is nothing to find."""
     values, size = square(model(batch["x"]), batch), len(batch["y"])
@@ -327,6 +334,7 @@ HABITS: dict[str, Step] = {
         contrast,
         names_by_data,
         types_by_data,
+        types_by_process,
         order_by_data,
         metric_of_evaluation,
         metric_without_gradients,
