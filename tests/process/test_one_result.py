@@ -201,7 +201,11 @@ def test_bf16_is_close_to_bf16_on_one_process(
 
 
 @pytest.mark.parametrize(
-    ("config", "options"), [("deepspeed_zero2_bf16", ""), ("deepspeed_zero3", "--mixed_precision bf16")]
+    ("config", "options"),
+    [
+        ("deepspeed_zero2_bf16", ""),
+        pytest.param("deepspeed_zero3", "--mixed_precision bf16", marks=pytest.mark.full),
+    ],
 )
 def test_training_in_bf16_begins_with_all_digits_of_the_weights(
     tmp_path: Path, reference: Callable[..., Run], config: str, options: str
@@ -243,7 +247,7 @@ def test_frozen_weights_are_exported(tmp_path: Path, reference: Callable[..., Ru
     assert weight_distance(run, expected) <= TOLERANCE
 
 
-@pytest.mark.parametrize("stage", ["deepspeed_zero2", "deepspeed_zero3"])
+@pytest.mark.parametrize("stage", [pytest.param("deepspeed_zero2", marks=pytest.mark.full), "deepspeed_zero3"])
 def test_frozen_weights_are_exported_with_all_digits(tmp_path: Path, reference: Callable[..., Run], stage: str) -> None:
     arguments = "--case frozen --max_steps 1 --learning_rate 1e-9"
     run = fork(tmp_path / "run", stage, MISFIT, arguments, options="--mixed_precision bf16")

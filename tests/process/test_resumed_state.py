@@ -32,7 +32,7 @@ def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("config", ["single", "fsdp2"])
+@pytest.mark.parametrize("config", ["single", pytest.param("fsdp2", marks=pytest.mark.full)])
 def test_best_weights_are_never_those_of_steps_that_were_cut(tmp_path: Path, config: str) -> None:
     run = run_of(tmp_path / "run", f"{BEST} --best 5", config)
     cut = best_of(run)
