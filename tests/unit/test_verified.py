@@ -26,6 +26,8 @@ def test_table_is_what_the_certificates_say() -> None:
         command = " ".join([Path(one["script"]).stem, *one["flags"]])
         recipe = max((each for each in RECIPES if command.startswith(each)), key=len)
         verdicts = {row["name"]: row["verdict"] for row in one["rows"] if row["name"] in CONFIGS}
+        if one["made"] < "2026-11-30":  # ZeRO began bf16 training with rounded weights, and seven recipes differed
+            del verdicts["deepspeed_zero2_bf16"]
         for config, verdict in verdicts.items():
             cell = MATRIX[recipe, config]
             assert cell.result == result_of(verdict) and cell.line in verdict, (recipe, config)
