@@ -28,8 +28,10 @@ def check_values(
             _check_values(values, size)
         else:
             check_metrics(values, size, "forward_step", has_examples)
-        names = sorted(values, key=lambda name: (name != "loss", name))
-        first = known.setdefault(mode, {name: (values[name].shape, values[name].dtype) for name in names})
+        if mode not in known:
+            names = sorted(values, key=lambda name: (name != "loss", name))
+            known[mode] = {name: (values[name].shape, values[name].dtype) for name in names}
+        first = known[mode]
         if values.keys() != first.keys():
             raise UsageError(
                 f"forward_step returns {', '.join(values)}, and {', '.join(first)} for another batch: return the same "

@@ -1,7 +1,7 @@
 """Shards: the range of a tensor that a process has, and how to read it back."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol, TypeGuard
@@ -52,9 +52,7 @@ class Shard:
 def checkpoint_tensors(module: nn.Module) -> dict[str, Tensor]:
     """{name: parameter or buffer} that checkpoints and exports hold: all, or the trained ones and the adapters, even
     frozen ones, of a module with a `peft_adapter`, whose other weights exist elsewhere."""
-    with ExitStack() as stack:  # without the recipe's hooks, which may rename or convert what a user saves
-        for hooks in (each._state_dict_hooks for each in module.modules() if each._state_dict_hooks):
-            stack.enter_context(patch.dict(hooks, clear=True))
+    with _without_hooks(module, "_state_dict_hooks"):
         state = module.state_dict(keep_vars=True)
     for name in [name for name, value in state.items() if not isinstance(value, Tensor)]:
         raise UsageError(f"{name} in the model's state_dict is not a tensor: use a buffer, not get_extra_state")
@@ -64,11 +62,19 @@ def checkpoint_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def load_tensors(module: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Loads some of what `checkpoint_tensors` returned, without the hooks that convert what the recipe's did."""
-    with ExitStack() as stack:
-        for hooks in (each._load_state_dict_pre_hooks for each in module.modules() if each._load_state_dict_pre_hooks):
-            stack.enter_context(patch.dict(hooks, clear=True))
+    """Loads some of what `checkpoint_tensors` returned."""
+    with _without_hooks(module, "_load_state_dict_pre_hooks"):
         module.load_state_dict(tensors, strict=False)
+
+
+@contextmanager
+def _without_hooks(module: nn.Module, kind: str) -> Iterator[None]:
+    """Without hooks of a kind in the `with` block: the recipe's may rename or convert what a user saves and loads."""
+    with ExitStack() as stack:
+        for hooks in (getattr(each, kind) for each in module.modules()):
+            if hooks:
+                stack.enter_context(patch.dict(hooks, clear=True))
+        yield
 
 
 def is_divided(tensor: Tensor) -> TypeGuard[DTensor]:
