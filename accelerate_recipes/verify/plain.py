@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -74,13 +75,10 @@ def _file_of(script: Path) -> Path:
     if script.is_file():
         return script
     sys.path.insert(0, str(Path.cwd()))
-    try:
-        found = importlib.util.find_spec(str(script))
-    except (ImportError, ValueError):
-        found = None
-    if found is None or not found.origin:
-        raise UsageError(f"{script}: no such file or module; use the path of a script, or package.module")
-    return Path(found.origin)
+    with suppress(ImportError, ValueError):
+        if (found := importlib.util.find_spec(str(script))) is not None and found.origin:
+            return Path(found.origin)
+    raise UsageError(f"{script}: no such file or module; use the path of a script, or package.module")
 
 
 def watch(script: Path, flags: list[str], steps: int, config: str, folder: Path, how: str = "as it is") -> Trace:

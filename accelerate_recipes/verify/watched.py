@@ -8,7 +8,7 @@ import runpy
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.abc import MetaPathFinder
@@ -26,6 +26,7 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from accelerate_recipes.common.check.reference import perturb
+from accelerate_recipes.common.checkpoint.format import write_tensors
 from accelerate_recipes.common.seeds import CPU, generator_states, restore_generators
 
 ARGUMENTS = "transformers.training_args"
@@ -109,10 +110,8 @@ class Watcher:
         """Writes the records and the weights."""
         rank = int(os.environ.get("RANK", 0))
         if rank == 0 and self.model is not None:
-            from safetensors.torch import save_file
-
-            tensors = {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
-            save_file({name: value.contiguous() for name, value in tensors.items()}, self.folder / "model.safetensors")
+            tensors = {name: value.detach().cpu().contiguous() for name, value in self.model.state_dict().items()}
+            write_tensors(self.folder / "model.safetensors", tensors)
         self.facts["data_draw"] = _drawn_by(self.training_loaders[0], self.first_ids) if self.first_ids else None
         content = self.facts | {"steps": self.steps, "filled": bool(self.fills)}
         (self.folder / f"process_{rank}.json").write_text(json.dumps(content), encoding="utf-8")
@@ -280,16 +279,15 @@ def _generator_states() -> list[Any]:
 def _drawn_by(loader: Any, ids: list[int]) -> str | None:
     """The generator that a loader's dataset or collate_fn draws from. Reads the samples twice, and once more
     with the state of the first time. None if they draw from none, or the samples cannot be read by their ids."""
-    try:
+    with suppress(Exception):  # watching must not end the script
         fetch = _MapDatasetFetcher(loader.dataset, True, loader.collate_fn, False).fetch
         with restore_generators(CPU):
             before, first, after = generator_states(CPU), fetch(ids), generator_states(CPU)
         with restore_generators(CPU):
             if not _equal(first, fetch(ids)):
                 return "its own generator"
-    except Exception:  # watching must not end the script
-        return None
-    return None if after == before else "the generators that set_seed seeds"
+        return None if after == before else "the generators that set_seed seeds"
+    return None
 
 
 def _equal(value: Any, other: Any) -> bool:
