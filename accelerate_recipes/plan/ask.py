@@ -3,6 +3,7 @@
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -179,13 +180,11 @@ def alternatives(case: Case, plan: Estimate, script: Path, flags: Sequence[str],
     smaller = _of_sizes(case, [own // 2**power for power in range(1, own.bit_length())], own)
     found = _first_that_fit([smaller, _fsdp2_cases(case, plan.run)], script, flags, gpu)
     flag = "--activation_checkpointing"
-    if flag in flags:
-        return found
-    again = [(flag, case), *((f"{flag} {text}", other) for text, other in smaller)]
-    try:
-        return found + _first_that_fit([again], script, [*flags, flag], gpu)
-    except UsageError:  # a recipe without that flag
-        return found
+    if flag not in flags:
+        again = [(flag, case), *((f"{flag} {text}", other) for text, other in smaller)]
+        with suppress(UsageError):  # a recipe without that flag
+            found += _first_that_fit([again], script, [*flags, flag], gpu)
+    return found
 
 
 def larger(case: Case, plan: Estimate, script: Path, flags: Sequence[str], gpu: Gpu) -> Fitting:

@@ -16,9 +16,8 @@ def bytes_to_send(collective: str, size: float, num_ranks: int) -> float:
 def num_machines(group: Group, per_machine: int) -> int:
     """The number of machines with processes of a group."""
     first, count, distance = group
-    return (
-        (first + (count - 1) * distance) // per_machine - first // per_machine + 1 if distance < per_machine else count
-    )
+    last = first + (count - 1) * distance
+    return count if distance >= per_machine else last // per_machine - first // per_machine + 1
 
 
 def num_sent(events: Sequence[Event], per_machine: int) -> Sent:

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from accelerate_recipes.common.data.batches import batches
 from accelerate_recipes.common.data.sets import as_numbered_step
@@ -76,7 +77,7 @@ def _run_steps(setup: Setup, mode: FakeTensorMode, tracker: Tracker, batches: li
     optimizer.register_step_pre_hook(
         lambda *_: gradients.append(_num_bytes([local(each.grad) for each in trained if each.grad is not None]))
     )
-    batches = [_fake(mode, batch) for batch in batches]
+    batches = [tree_map_only(Tensor, mode.from_tensor, batch) for batch in batches]
     module, one = engine.model, batches[: _numbers(setup)[0]]
     held = _num_bytes([local(tensor) for tensor in [*module.parameters(), *module.buffers()]])
     engine.step(0, one, True)  # it makes the optimizer's state
@@ -113,14 +114,10 @@ def cut_without_values(setup: Setup, gpu: Gpu) -> Cut:
     mode, tracker, batch = FakeTensorMode(allow_non_fake_inputs=True), Tracker(gpu, False), setup.first_batch()
     with processes(1, 0), mode, tracker, torch.no_grad():
         make_fake(setup.model.train(), None, None)
-        batch = _fake(mode, batch)
+        batch = tree_map_only(Tensor, mode.from_tensor, batch)
         passes = nullcontext(lambda model: forward_step(model, batch, 0))
         cut, _ = find_cut(setup, lambda _: passes, lambda: tracker.num_draws)
     return cut
-
-
-def _fake(mode: FakeTensorMode, batch: dict[str, Any]) -> dict[str, Any]:
-    return {name: mode.from_tensor(value) if isinstance(value, Tensor) else value for name, value in batch.items()}
 
 
 def _num_bytes(tensors: list[Tensor]) -> int:

@@ -102,7 +102,7 @@ class Tracker(TorchDispatchMode):
             return
         flops = self._flops(func, args, kwargs, out)
         tensors = [value for value in tree_leaves((args, kwargs, out)) if isinstance(value, Tensor)]
-        moved = sum({id(value): value.numel() * value.element_size() for value in tensors}.values())
+        moved = sum({id(value): value.nbytes for value in tensors}.values())
         is_16 = any(value.dtype in (torch.bfloat16, torch.float16) for value in tensors)
         seconds = self._gpu.seconds(flops, moved, is_16, self._tf32)
         self.flops += flops
@@ -131,8 +131,7 @@ class Tracker(TorchDispatchMode):
         if (name := func._overloadpacket.__name__) not in COLLECTIVES:
             return
         collective, runs_beside = COLLECTIVES[name]
-        tensors = [value for value in tree_leaves(args) if isinstance(value, Tensor)]
-        sizes = [value.numel() * value.element_size() for value in tensors]
+        sizes = [value.nbytes for value in tree_leaves(args) if isinstance(value, Tensor)]
         group = _group(args)
         size = max(sizes) * (group.size if name == "all_gather_into_tensor" else 1)
         if collective == "send":
