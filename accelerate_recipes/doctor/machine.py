@@ -94,14 +94,13 @@ def _gib(size: int) -> str:
 def _memory() -> tuple[int, int]:
     """(total, free) bytes of memory: of the machine, or of this container if it has less."""
     machine = psutil.virtual_memory()
-    group = Path("/sys/fs/cgroup")
-    try:  # version 2 of Linux's control groups
+    group = Path("/sys/fs/cgroup")  # version 2 of Linux's control groups
+    with suppress(OSError, ValueError, KeyError):  # ValueError: the limit is "max"
         limit = int((group / "memory.max").read_text())
         facts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         used = int((group / "memory.current").read_text()) - int(facts["inactive_file"])  # the kernel can drop these
-    except (OSError, ValueError, KeyError):  # ValueError: the limit is "max"
-        return machine.total, machine.available
-    return min(machine.total, limit), min(machine.available, limit - used)
+        return min(machine.total, limit), min(machine.available, limit - used)
+    return machine.total, machine.available
 
 
 def _gpus() -> tuple[tuple[GPU, ...], str | None]:
