@@ -167,9 +167,8 @@ def _read(folder: Path, name: str) -> Run:
         content, changed = (folder / RECORDS).read_bytes(), (folder / RECORDS).stat().st_mtime
     except OSError as error:
         raise UsageError(f"{folder} cannot be read ({error.strerror}): use another run") from None
-    lines = content.splitlines()
-    records = [_record(line) for line in lines]
-    if lines and records[-1] is None and not content.endswith(b"\n"):
+    records = [_record(line) for line in content.splitlines()]
+    if records and records[-1] is None and not content.endswith(b"\n"):
         records.pop()  # the run is writing this line
     valid = sorted((record for record in records if record is not None), key=lambda record: record["step"])
     card = read_card(folder)
