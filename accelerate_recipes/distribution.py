@@ -56,12 +56,10 @@ def write_wheel(folder: Path) -> Path:
         contents[f"{stem}.dist-info/{name}"] = text.encode()
     about = f"Wheel-Version: 1.0\nGenerator: {NAME} {bundle.VERSION}\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     contents[f"{stem}.dist-info/WHEEL"] = about.encode()
-    record = io.StringIO()
-    rows = csv.writer(record, lineterminator="\n")
-    for name, content in contents.items():
-        rows.writerow((name, f"sha256={digest_in_record(content)}", len(content)))
-    rows.writerow((f"{stem}.dist-info/RECORD", "", ""))
-    contents[f"{stem}.dist-info/RECORD"] = record.getvalue().encode()
+    record, list_of_all = io.StringIO(), f"{stem}.dist-info/RECORD"
+    rows = [(name, f"sha256={digest_in_record(content)}", len(content)) for name, content in contents.items()]
+    csv.writer(record, lineterminator="\n").writerows([*rows, (list_of_all, "", "")])
+    contents[list_of_all] = record.getvalue().encode()
     wheel = folder / f"{stem}-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as opened:
         for name, content in contents.items():
