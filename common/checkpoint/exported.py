@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -180,7 +180,7 @@ def write_weights(
             sizes.append(0)
         held[name] = tensor
         sizes[-1] += tensor.nbytes
-        digest += _digest({name: tensor})
+        digest += _digest(name, tensor)
     if adapter is not None:
         adapter.write(held, folder)
     else:
@@ -207,15 +207,12 @@ def _name_files(folder: Path, files: list[list[str]], size: int) -> None:
         (folder / INDEX).write_text(text, encoding="utf-8")
 
 
-def _digest(weights: Mapping[str, Tensor]) -> int:
-    """The sum of digests of the name, type and bytes of each weight. It detects accidents, not forgeries."""
-    total = 0
-    for name, tensor in weights.items():
-        digest = xxhash.xxh3_64(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        content: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-        digest.update(content)
-        total += digest.intdigest()
-    return total
+def _digest(name: str, tensor: Tensor) -> int:
+    """A digest of the name, type and bytes of a weight. It detects accidents, not forgeries."""
+    digest = xxhash.xxh3_64(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+    content: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    digest.update(content)
+    return digest.intdigest()
 
 
 def load_exported(output_dir: str | Path, model: nn.Module | None = None) -> dict[str, Tensor]:
@@ -233,7 +230,7 @@ def load_exported(output_dir: str | Path, model: nn.Module | None = None) -> dic
             f"no exported model in {folder} ({reason}): train first, or use the --output_dir of a finished run"
         ) from None
     expected = read_card(Path(output_dir)).get("model_digest")
-    if expected is not None and f"{_digest(weights) % 2**64:016x}" != expected:
+    if expected is not None and f"{sum(map(_digest, weights, weights.values())) % 2**64:016x}" != expected:
         raise UsageError(f"the weights in {folder} were altered after its run: train again")
     if model is not None:
         check_same_model(folder, {name: (list(each.shape), each.dtype) for name, each in weights.items()}, model)

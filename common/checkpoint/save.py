@@ -154,12 +154,11 @@ class Saver:
         paths = [path for number, path in checkpoints(self._engine.plan.config.output_dir) if number < step]
         for path in paths:
             if path not in self._known:
-                try:
+                self._known[path] = False
+                with suppress(DamagedError, RunError):
                     content = Reader(path).content
                     is_there = checkpoint_name(content["state"]["step"]) == path.name
                     self._known[path] = is_there and not differences(self._identity, content["identity"])
-                except (DamagedError, RunError):
-                    self._known[path] = False
         return [*(path for path in paths if self._known[path]), newest]
 
 
