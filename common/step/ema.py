@@ -1,12 +1,12 @@
 """A moving average of the weights, evaluated and exported instead of them."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from ..weights.shards import local
+from ..weights.shards import TensorReader, local, read_like
 
 
 class EMA:
@@ -28,6 +28,12 @@ class EMA:
         averages, weights = ([local(tensor) for tensor in part] for part in (self.averages.values(), self.averages))
         if averages:  # not in a stage of a pipeline that is frozen
             torch._foreach_lerp_(averages, weights, 1 - decay)
+
+    def load(self, saved: Mapping[str, Tensor], reader: TensorReader) -> None:
+        """Restores the averages of these weights that a checkpoint has."""
+        for name, weight in saved.items():
+            if f"average.{name}" in reader.tensors:
+                self.averages[weight] = read_like(weight, reader, f"average.{name}")
 
     @contextmanager
     def swap_in(self) -> Iterator[None]:

@@ -15,16 +15,7 @@ from ..data.sets import Batch
 from ..errors import UsageError
 from ..norms import clip
 from ..seeds import UPDATE, generator_states, seed_forward
-from ..weights.shards import (
-    Shard,
-    TensorReader,
-    checkpoint_tensors,
-    local,
-    norm_over_processes,
-    read_like,
-    shards_of,
-    whole,
-)
+from ..weights.shards import Shard, TensorReader, checkpoint_tensors, local, norm_over_processes, shards_of, whole
 from .batch_loss import SAMPLE_WEIGHT, Share, Values, gather, put
 from .ema import EMA
 from .optimizer import choose_fused_kernels, follow_split_groups, step_if_finite
@@ -295,9 +286,8 @@ class Engine:
     def load_parts(self, reader: TensorReader) -> None:
         """Restores the optimizer state and the moving averages. The weights were loaded before `prepare`."""
         load_optimizer(self._own_optimizer, self.saved_tensors(), reader)
-        for name, weight in self.saved_tensors().items():
-            if self.ema is not None and f"average.{name}" in reader.tensors:
-                self.ema.averages[weight] = read_like(weight, reader, f"average.{name}")
+        if self.ema is not None:
+            self.ema.load(self.saved_tensors(), reader)
 
     def each_whole(self, tensors: dict[str, Tensor] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yields (name, tensor), whole in the main process, one at a time. A collective: all processes must call it and

@@ -9,9 +9,7 @@ from ..data.sets import Batch, ForwardStep, NumberedStep, as_numbered_step
 from ..errors import UsageError
 
 
-def check_values(
-    forward_step: ForwardStep, size: int, has_batch_loss: bool = False, has_examples: bool = False
-) -> NumberedStep:
+def check_values(forward_step: ForwardStep, size: int, has_batch_loss: bool, has_examples: bool) -> NumberedStep:
     """Wraps `forward_step` to raise UsageError unless each metric has one value for each of `size` samples, and all
     calls return the same names: those in training, and those in evaluation, which may have its own metrics. Orders
     the names, so that all processes sum up the same metrics. With a `batch_loss`, the values may have more dimensions,
