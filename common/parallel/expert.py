@@ -104,8 +104,7 @@ class ExpertGroup:
         self._ways = [partial(way, size=self.size, group=self._group.group_name) for way in (gather, sum_scattered)]
         self._counts = self._group  # for the numbers of tokens, which the CPU must know
         if mesh.device_type != "cpu":
-            ranks = mesh["experts"].mesh.tolist()
-            self._counts = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            self._counts = dist.new_group(mesh["experts"].mesh.tolist(), backend="gloo", use_local_synchronization=True)
 
     def take_over(self, experts: Any) -> None:
         """Makes a module of experts that holds its share of the weights compute the tokens of all processes."""

@@ -186,10 +186,8 @@ def _say_what_is_gathered_at_once(setup: Setup, layers: Sequence[nn.Module]) -> 
     settings = layout.environment.settings
     for key in sharding.without_effect(settings.get("FSDP_AUTO_WRAP_POLICY"), settings.get("FSDP_MIN_NUM_PARAMS")):
         accelerator.print(f"{key} has no effect: {sharding.BY_CLASSES}")
-    kept = {type(layer).__name__ for layer in layers}
-    if left := sorted(
-        {type(module).__name__ for module in model.modules()} & (sharding.named_classes(model, layout) - kept)
-    ):
+    classes, kept = ({type(each).__name__ for each in part} for part in (model.modules(), layers))
+    if left := sorted(classes & (sharding.named_classes(model, layout) - kept)):
         accelerator.print(
             f"a {left[0]} shares a weight with a module outside it: FSDP gathers each {', '.join(left)} with the rest "
             "of the model at once, which saves less memory"

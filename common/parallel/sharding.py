@@ -57,16 +57,15 @@ def named_classes(model: nn.Module, layout: Layout) -> set[str]:
 def places_of(model: nn.Module, classes: Container[str]) -> dict[nn.Parameter, set[tuple[nn.Module, nn.Module]]]:
     """{weight: (module that has it, innermost layer of these classes around that, or the model)}"""
     waiting, seen = [(model, model)], set[tuple[nn.Module, nn.Module]]()
+    places: dict[nn.Parameter, set[tuple[nn.Module, nn.Module]]] = {}
     while waiting:
         module, layer = waiting.pop()
         layer = module if type(module).__name__ in classes else layer
         if (module, layer) not in seen:
             seen.add((module, layer))
             waiting += [(child, layer) for child in module.children()]
-    places: dict[nn.Parameter, set[tuple[nn.Module, nn.Module]]] = {}
-    for module, layer in seen:
-        for weight in module.parameters(recurse=False):
-            places.setdefault(weight, set()).add((module, layer))
+            for weight in module.parameters(recurse=False):
+                places.setdefault(weight, set()).add((module, layer))
     return places
 
 
