@@ -259,6 +259,5 @@ def start_trackers(accelerator: Accelerator, plan: Plan, versions: dict[str, str
     try:
         accelerator.init_trackers(Path(sys.argv[0]).stem, config, {"wandb": {"dir": str(plan.config.output_dir)}})
     except Exception as error:  # each tracker has its own error classes
-        reason = first_line(error)
         advice = " (without a network: WANDB_MODE=offline)" if "wandb" in plan.config.report_to else ""
-        raise UsageError(f"--report_to {plan.config.report_to} did not start: {reason}{advice}") from None
+        raise UsageError(f"--report_to {plan.config.report_to} did not start: {first_line(error)}{advice}") from None
