@@ -252,14 +252,13 @@ def find_unused(chats: Iterable[Conversation], template: Any) -> list[str]:
 
 
 def answer_spans(
-    messages: Messages, template: Any, first: int = 0, options: Mapping[str, Any] | None = None
+    messages: Messages, template: Any, first: int, options: Mapping[str, Any] = {}
 ) -> tuple[str, list[range]]:
     """(the text of a conversation, the places in it that the model learns to write).
 
     A place is the text that the template writes for the assistant's answer after the prompt for one. `template`: a
     tokenizer or processor; `first`: number of the first message to learn; `options`: for the template. Raises
     UsageError if it begins with an answer, or the template cannot be used."""
-    options = options or {}
     if messages and messages[0]["role"] == "assistant":
         raise UsageError("it begins with an answer: remove it, or put a question before it")
     messages, text = fit_to_template(messages, template, options)

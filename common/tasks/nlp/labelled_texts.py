@@ -120,6 +120,5 @@ def _labels(table: Table, column: str, target: str) -> list[Any]:
         raise UsageError(f"--data {table.name}: column {column} has lists of classes: use --target classes{table.form}")
     labels = [*table.texts(column)]
     if empty := [row for row, name in enumerate(labels, start=1) if not (name and name.strip())]:
-        what = f"row {empty[0]} has no class in column {column}: fill or remove it"
-        raise UsageError(f"--data {table.name}: {what}")
+        raise UsageError(f"--data {table.name}: row {empty[0]} has no class in column {column}: fill or remove it")
     return labels

@@ -85,8 +85,7 @@ class Sources(Generic[Part]):
         if self.weights is None:
             return train(self.train), evaluation(self.evaluation)
         mixture = Mixture({name: train(part) for name, (part, _) in self.parts.items()}, self.shares, self.repeats)
-        total = sum(mixture.counts)
         each = zip(mixture.names, mixture.counts, mixture.sizes)
         facts = [f"{name} {count:,} of {size:,}" for name, count, size in each]
-        say(f"mixture: an epoch has {total:,} samples: {', '.join(facts)}")
+        say(f"mixture: an epoch has {sum(mixture.counts):,} samples: {', '.join(facts)}")
         return mixture, Mixture({name: evaluation(part) for name, (_, part) in self.parts.items()})

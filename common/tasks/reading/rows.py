@@ -154,28 +154,22 @@ class Table:
 
 
 class TableColumn:
-    """A column of a `datasets.Dataset` as its files hold it, six times as fast as by the dataset itself."""
+    """A column of a `datasets.Dataset` as its files hold it, six times as fast as by the dataset itself. `parse`: for
+    each cell; None: unchanged."""
 
-    def __init__(self, table: Any, name: str):
-        self.table, self.name = table.select_columns(name).with_format("arrow"), name
+    def __init__(self, table: Any, name: str, parse: Callable[[Any], Any] | None = None):
+        self.table, self.name, self.parse = table.select_columns(name).with_format("arrow"), name, parse
 
     def __len__(self) -> int:
         return len(self.table)
 
     def __getitem__(self, wanted: int | slice) -> Any:
         found = self.table[wanted][self.name].to_pylist()
+        found = found if self.parse is None else [*map(self.parse, found)]
         return found if isinstance(wanted, slice) else found[0]
 
     def __iter__(self) -> Iterator[Any]:
         return (cell for start in range(0, len(self), ROWS_PER_READ) for cell in self[start : start + ROWS_PER_READ])
-
-
-class RowsOnDisk(TableColumn):
-    """Rows whose JSON texts are in a column of a `datasets.Dataset`."""
-
-    def __getitem__(self, wanted: int | slice) -> Any:
-        found = super().__getitem__(wanted)
-        return [*map(_parse, found)] if isinstance(wanted, slice) else _parse(found)
 
 
 def table_of_dataset(data: str, split: Any) -> Table:
@@ -261,7 +255,7 @@ def table_of(data: str, places: Sequence[Place], max_rows: int | None, kinds: di
         features = datasets.Features({"row": datasets.Value("large_string")})
         texts = ({"row": text or json.dumps(row, ensure_ascii=False)} for row, text in rows)
         disk = rows_on_disk(cache_folder("rows", key), f"reading --data {data}", texts, features, max_rows)
-        found = RowsOnDisk(disk, "row")
+        found = TableColumn(disk, "row", _parse)
         first, size = islice(found, ROWS_LOOKED_AT), disk.data.nbytes
     if len(found) == 0:
         raise UsageError(f"--data {data}: {places[0]} has no rows: expected a name for each column, and rows")
