@@ -31,11 +31,10 @@ def is_own(file: str) -> bool:
 def version() -> str:
     """The version of this package; with "+local" after it unless it identifies the code: in a checkout, in a vendored
     folder, installed from a folder or a commit, or with files that differ from the wheel's."""
-    try:
-        installed = distribution("accelerate-recipes")
-    except PackageNotFoundError:
-        return f"{__version__}{LOCAL}"
-    return installed.version if _is_whole(installed) else f"{__version__}{LOCAL}"
+    with suppress(PackageNotFoundError):
+        if _is_whole(installed := distribution("accelerate-recipes")):
+            return installed.version
+    return f"{__version__}{LOCAL}"
 
 
 def names_the_code() -> bool:
