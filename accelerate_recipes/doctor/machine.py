@@ -17,9 +17,7 @@ from accelerate_recipes.common.errors import UsageError
 from accelerate_recipes.common.package import installed_versions
 
 GIB = 2**30
-PACKAGES = (
-    *("accelerate-recipes", "torch", "accelerate", "transformers", "safetensors", "datasets", "numpy", "deepspeed"),
-)
+PACKAGES = ("torch", "accelerate", "transformers", "safetensors", "datasets", "numpy", "deepspeed")
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ class Machine:
         """The facts as a table of names and values, including facts that no rule needs."""
         from accelerate_recipes.common.environment import num_cores
 
-        packages = [f"{name} {version}" for name, version in self.versions.items() if name != "accelerate-recipes"]
+        packages = [f"{name} {version}" for name, version in self.versions.items()]
         return [
             ("system", f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"),
             ("cores", str(num_cores())),
