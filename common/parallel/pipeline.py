@@ -17,7 +17,7 @@ from ..layout import Layout
 from ..plan import Plan
 from ..seeds import restore_generators
 from ..step.batch_loss import Values
-from ..step.engine import Engine, StepResult
+from ..step.engine import Engine, LossesAndMetrics, StepResult
 from ..step.guards import not_used
 from ..step.setup import Setup, compile_if_asked
 from ..weights.shards import checkpoint_tensors, local, norm_over_processes, whole
@@ -217,9 +217,7 @@ class PipelineEngine(Engine):
         result = super().step(number, micro_batches, wants_norm)
         return result if self._is_last else replace(result, weight=0.0)
 
-    def _backward(
-        self, number: int, micro_batches: Sequence[Batch], scale: Tensor
-    ) -> tuple[list[Tensor], list[Values]]:
+    def _backward(self, number: int, micro_batches: Sequence[Batch], scale: Tensor) -> LossesAndMetrics:
         with restore_generators(self.device):
             shapes = [self._shape_of(batch, number, index) for index, batch in enumerate(micro_batches)]
         losses = [torch.zeros((), device=self.device) for _ in micro_batches]

@@ -25,6 +25,8 @@ from .setup import Setup
 from .trained import Trained
 from .values import weighted
 
+LossesAndMetrics = tuple[list[Tensor], list[Values]]  # of each micro-batch, as in StepResult
+
 
 @dataclass
 class StepResult:
@@ -87,10 +89,8 @@ class Engine:
             self.ema.update()
         return StepResult(losses, weight, grad_norm, skipped, metrics)
 
-    def _backward(
-        self, number: int, micro_batches: Sequence[Batch], scale: Tensor
-    ) -> tuple[list[Tensor], list[Values]]:
-        """Accumulates the gradient of scale × the sum of the losses. Returns (losses, metrics) as in StepResult."""
+    def _backward(self, number: int, micro_batches: Sequence[Batch], scale: Tensor) -> LossesAndMetrics:
+        """Accumulates the gradient of scale × the sum of the losses."""
         losses, metrics = list[Tensor](), list[Values]()
         for index, batch in enumerate(micro_batches):
             with self._sums_gradients(index == len(micro_batches) - 1):
