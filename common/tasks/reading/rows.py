@@ -194,8 +194,7 @@ def holds_images(kind: Any) -> bool:
 def rows_with_text(table: Table, *columns: str, beside: Sequence[Any] | None = None) -> list[tuple[Any, ...]]:
     """The texts in these columns of each row, and its value of `beside`. Rows without text are left out and counted."""
     rows = list(zip(*map(table.texts, columns)))
-    empty = {number for number, row in enumerate(rows) if not all(text and text.strip() for text in row)}
-    if empty:
+    if empty := {number for number, row in enumerate(rows) if not all(text and text.strip() for text in row)}:
         what = f"{len(empty):,} of {len(rows):,} rows have no text in column {' or '.join(columns)}"
         say(f"--data {table.name}: {what}, such as row {min(empty) + 1}: left out")
     more = [()] * len(rows) if beside is None else [*zip(beside)]
