@@ -208,7 +208,11 @@ def cut_chain(model: nn.Module, chain: Mapping[str, int], num_stages: int, forwa
         end(hidden)
         return tree_map(lambda each: copy if each is hidden else each, (args, named))
 
+    def leave(layer: nn.Module, args: Any, output: Any) -> None:  # later code may use it, too, as a skip connection
+        trace.origins[output[0] if isinstance(output, tuple) else output] = frozenset()
+
     for bound in bounds[1:-1]:
+        layers[bound - 1].register_forward_hook(leave)
         layers[bound].register_forward_pre_hook(begin, prepend=True, with_kwargs=True)
     with trace:
         end(forward(model))

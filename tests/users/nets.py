@@ -149,6 +149,15 @@ class CarriesMore(Net):
         return hidden + torch.stack(means).mean(0)
 
 
+class Skips(Net):
+    """What the head gets also depends on the output of the first block, where a pipeline of two stages is cut."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        first = self.blocks[0](self.stem(x))
+        early = first * 1
+        return self.blocks[1](first) + early.tanh()
+
+
 class SharedWeight(Net):
     """Two layers far from each other share a weight."""
 
@@ -246,6 +255,7 @@ NETS = ZOO | {
     "routed": lambda: Routed(plus_nothing=False),
     "of_some_samples": OfSomeSamples,
     "carries_more": CarriesMore,
+    "skips": Skips,
     "routed_plus_nothing": lambda: Routed(plus_nothing=True),
     "shared_weight": SharedWeight,
     "shared_layer": shared_layer,
