@@ -231,7 +231,8 @@ def evaluate_set(
         rows[name] = widened(rows[name], engine.accelerator.gather(sizes[None]).amax(0).tolist())
     examples = {name: gather(engine.accelerator, plan.layout, each)[:num_samples] for name, each in rows.items()}
     weight = examples.pop(SAMPLE_WEIGHT).double()
-    metrics = examples if batch_loss is None else _in_batches(batch_loss, examples, plan.config.batch_size)
+    with evaluating(engine.model):  # for a batch_loss that asks model.training
+        metrics = examples if batch_loss is None else _in_batches(batch_loss, examples, plan.config.batch_size)
     ids_count = not keeps and batch_loss is None  # integers that are kept or given to `batch_loss` are not averaged
     averaged = {name: value for name, value in metrics.items() if is_metric(value) or (ids_count and value.ndim == 1)}
     sums = [(value.double() * weight).sum() for value in averaged.values()]

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from io import StringIO
 from typing import Any
 
@@ -38,6 +38,11 @@ class Changes:
     step: int | None = None  # the number that `forward_step` got last: what changed to it does not count calls
     # {name of a tensor: (its name, the name of another tensor with the same data)}
     sharing: dict[str, tuple[str, str]] = field(default_factory=dict)
+    # restores, within the block, all but tensors, buffers and the optimizer, as a resumed run would find it
+    forget: Callable[[], None] = field(default=lambda: None, compare=False)
+
+    def all_names(self) -> list[str]:
+        return [*dict.fromkeys([*self.names, *self.in_model, *self.generators])]
 
 
 @contextmanager
@@ -62,7 +67,8 @@ def kept(
         for root in (*functions, *of_all):  # the hooks of all modules and of all optimizers, too
             walk.visit(root)
         changes.sharing = _sharing(walk.tensors)
-        changes.sizes = lambda: _sizes(walk.entries[: of_model[0]])
+        own, others = walk.entries[: of_model[0]], walk.entries[of_training[0] :]
+        changes.sizes, changes.forget = partial(_sizes, own), partial(_forget, model, own + others)
         lending = _Lending(walk.tensors, of_training[1], moving, device)
     except Exception as error:  # too little memory, a tensor without a storage, or any object of any package
         raise NotChecked(f"model and optimizer cannot be copied: {first_line(error)}") from None
@@ -74,7 +80,6 @@ def kept(
         with _noted_files(changes.files):
             yield changes
     finally:
-        own, others = walk.entries[: of_model[0]], walk.entries[of_training[0] :]
         watched = [each for each in lending.tensors if not each.is_trained or id(each.tensor) in plain]
         written = [each for each in watched if lending.has_changed(each)]
         changes.names += _changed(others, step=changes.step) + [each.name for each in written]
@@ -93,6 +98,15 @@ def _sizes(entries: Iterable[Entry]) -> Counter[str]:
     for each in entries:
         found[each.name] += each.size()
     return found
+
+
+def _forget(model: nn.Module, entries: Iterable[Entry]) -> None:
+    forward, buffers = model.forward, [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    for entry in entries:
+        entry.give_back()
+    model.forward = forward  # with the autocast of the reference
+    for held, saved in buffers:
+        held.update(saved)
 
 
 def _changed(entries: Iterable[Entry], of_generators: bool = False, step: int | None = None) -> list[str]:

@@ -37,6 +37,7 @@ class FirstPass:
     draws_in_evaluation: bool = False  # whether it draws from a generator in evaluation mode, too
     # names of things that `forward_step` or a layer changes at each call: variables, numbers, and lists that grow
     keeps: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)  # the same, if a later step needs it; a checkpoint does not store it
     holds: bool = False  # whether layers hold state or a cache that steps change
     written_in_evaluation: list[str] = field(default_factory=list)  # names of the buffers that an evaluation changes
     moves: bool = False  # whether a pass changes what later passes use: another evaluation would change them
@@ -130,6 +131,8 @@ class FirstPass:
             "run takes the time and the memory of float32": self.has_no_low_layers,
             "the forward pass draws random numbers in evaluation, too, such as dropout that is always on; they depend "
             "on --micro_batch_size: use self.training, unless this is intended": self.draws_in_evaluation,
+            f"a step uses {', '.join(self.lost[:3])}, which the step before changed, and a checkpoint does not store: "
+            "a resumed run has another result; make it a buffer of the model, or compute it from step": self.lost,
             f"the parity check also wrote {first['files']}, which it does not restore": self.files,
             "two evaluations of one batch differ: the result depends on the number of processes, and is "
             "not compared; use only the batch and the model": self.moves and not (self.keeps or written),

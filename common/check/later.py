@@ -110,11 +110,11 @@ class Rehearsal:
 def _may_evaluate(run: ReferenceRun) -> bool:
     """Whether one process can take the evaluations of the run, too, within `MAX_SECONDS`, and restore what they
     change."""
-    setup, plan, walk, taken = run.setup, run.setup.plan, Walk(), run.checkpoint.state.step
+    setup, plan, walk = run.setup, run.setup.plan, Walk()
     functions = [setup.options.get(name) for name in ("summarize", "examples")]
     passes = sum(-(-len(each) // plan.micro_batch_size) for each in setup.eval_sets.values())
-    # The run measures the metric of the best model once before the first step. Averages are not loaded.
-    is_other = (plan.config.ema_decay and taken) or (plan.config.metric_for_best_model and any(functions))
+    # The run measures the metric of the best model once before the first step.
+    is_other = plan.config.metric_for_best_model and any(functions)
     if is_other or passes * run.seconds / plan.accumulation > MAX_SECONDS:
         return False
     walk.visit(functions)

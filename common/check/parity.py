@@ -30,7 +30,7 @@ from .noise import without_noise
 from .reference import Reference, ReferenceRun, gradients_of, take_reference
 from .sketch import Sketch
 from .trace import Observer, Step
-from .verdict import not_repeated, verdict
+from .verdict import lost_at_resume, not_repeated, verdict
 
 
 class ParityCheck:
@@ -98,6 +98,7 @@ class ParityCheck:
                 self._reference = take_reference(run)
                 if (lines := not_repeated(self._reference)) is not None:
                     raise UsageError(lines)
+                self._first_pass.lost = lost_at_resume(self._reference)
                 self._rehearsal = Rehearsal.take(run, self._reference.steps[self.first])
                 if self._rehearsal is not None:
                     first = self._first_pass  # the run warns of what depends on the layout, as BatchNorm's averages do

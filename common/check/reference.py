@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import torch
@@ -61,11 +62,13 @@ class ReferenceRun:
         compares: FirstPass | None = None,
         first: int | None = None,
         evaluate: Callable[[Engine, int], Any] | None = None,
+        forgets: bool = False,
     ) -> dict[int, Step]:
         """Takes the steps with these numbers, after the steps from `first` on; `change` may first change weights; then
-        `compares` halves of a micro-batch. `evaluate` takes the evaluations between them, after a number of steps.
-        Restores model, optimizer and all that the recipe's functions refer to. Raises NotChecked if the steps would
-        take more than a minute, or a signal asks the run to stop; UsageError if `forward_step` advances an iterator."""
+        `compares` halves of a micro-batch. `evaluate` takes the evaluations between them, after a number of steps;
+        `forgets`: the first step leaves only what a checkpoint stores. Restores model, optimizer and all that the
+        recipe's functions refer to. Raises NotChecked if the steps would take more than a minute, or a signal asks
+        the run to stop; UsageError if `forward_step` advances an iterator."""
         setup, every = self.setup, range(numbers[0] if first is None else first, numbers[-1] + 1)
         config = copy.copy(setup.plan.config)
         # Only evaluations read the moving averages.
@@ -77,21 +80,23 @@ class ReferenceRun:
         of_evaluations = [setup.options.get(name) for name in ("summarize", "examples") if evaluate is not None]
         functions = [setup.forward_step, setup.batch_loss, plan.schedule, *of_evaluations]
         observer = Observer(first_pass, layout)
+        forward = model.forward
+        if plan.layout.precision != "float32":  # as Accelerate does without sharding
+            forward = convert_outputs_to_fp32(torch.autocast(device.type, torch.bfloat16)(forward))
         with (
             _threads_of_all(model, layout.environment.local_world_size),
             one_process(setup.accelerator),
             restore_generators(device),
             kept(model, optimizer, functions, device) as changes,
+            patch.object(model, "forward", forward),
         ):
-            self.checkpoint.load_optimizer(model, optimizer)
             if change is not None:
                 change(model)
             if device.type == "cpu":  # as the run does; torch's loop over the weights takes several times as long
                 choose_fused_kernels(setup.accelerator, optimizer)
-            if plan.layout.precision != "float32":  # as Accelerate does without sharding
-                model.forward = convert_outputs_to_fp32(torch.autocast(device.type, torch.bfloat16)(model.forward))
             alone = _ending_in_time(replace(setup, plan=plan), len(every) * plan.accumulation)
             engine = Engine(observer.watch(alone), model, optimizer)
+            self.checkpoint.load_state(engine)
             stream = batches(setup.train_set, plan.micro_batches(every[0]), device, plan.config)
             steps = {}
             for number in every:
@@ -112,6 +117,8 @@ class ReferenceRun:
                 elif change is not None and plan.evaluates(number + 1):  # what that changes later is noise
                     with one_pass(model, micro_batches[0]) as batch:
                         engine.evaluate(batch, number)
+                if forgets and number == every[0]:
+                    changes.forget()
                 changes.step = number if number > every[0] else None  # a first step is 0, as other numbers are
                 self.seconds = min(self.seconds, time.monotonic() - began)
             if compares is not None:
@@ -242,6 +249,7 @@ class Reference:
     is_low: bool  # whether a layer computes with fewer bits than float32
     changes: Changes = field(default_factory=Changes)  # of the recipe's objects, before they were restored
     again: Step = field(default_factory=Step)  # the first step once more, after all was restored
+    forgotten: Step | None = None  # the last step, if only what a checkpoint stores is left of those before it
 
 
 def take_reference(run: ReferenceRun) -> Reference:
@@ -260,19 +268,21 @@ def take_reference(run: ReferenceRun) -> Reference:
             roundings = ROUNDINGS[:1] if num_bytes > LARGE else ROUNDINGS
             perturbed = [Perturbed.take(run, numbers, number) for number in roundings]
             again = run.steps(numbers[:1], None, compares=first_pass)[numbers[0]]
+            assert run.changes is not None
+            is_kept = len(numbers) > 1 and run.changes.all_names()
+            forgotten = run.steps(numbers, None, forgets=True)[numbers[-1]] if is_kept else None
             steps[numbers[0]].evaluated = (again if first_pass.written else steps[numbers[0]]).evaluated
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         raise NotChecked("one device has too little memory for the whole model") from None
-    assert run.changes is not None
     first_pass.keeps += run.changes.names + run.changes.generators + run.changes.in_model * first_pass.moves
     first_pass.files = run.changes.files
     types = {str(weight.dtype).removeprefix("torch.") for weight in setup.model.parameters() if weight.requires_grad}
     low = first_pass.low_weights = ", ".join(types & {"bfloat16", "float16"})
     first_pass.has_low_layers = run.is_low and not low and setup.plan.layout.precision == "float32"
     first_pass.has_no_low_layers = is_bf16 and not run.is_low
-    return Reference(initial, steps, perturbed, run.is_low, run.changes, again)
+    return Reference(initial, steps, perturbed, run.is_low, run.changes, again, forgotten)
 
 
 def _check_possible(setup: Setup, num_bytes: int, is_resumed: bool) -> None:

@@ -63,7 +63,7 @@ def not_repeated(reference: Reference) -> str | None:
     if (why := what_does_not_repeat(again, expected, reference.is_low)) is None:
         return None
     if (cause := _cause_in_a_sample([again], expected)) is None:
-        known = ", ".join([*reference.changes.names, *reference.changes.generators][:3])
+        known = ", ".join(reference.changes.all_names()[:3])
         cause = (
             "forward_step, a hook or the optimizer draws without a seed, or keeps something where the check does not "
             f"look, such as a file, or an object of a package{f'; it restored {known}' * bool(known)}: give "
@@ -73,6 +73,13 @@ def not_repeated(reference: Reference) -> str | None:
         f"when one process repeats the first step from the same state, {why}\n  likely cause: {cause}\n"
         "  --check_steps 0 trains without this check"
     )
+
+
+def lost_at_resume(reference: Reference) -> list[str]:
+    """Names of what a step leaves for later steps and a checkpoint does not store, if their result depends on it."""
+    forgotten, expected = reference.forgotten, reference.steps[max(reference.steps)]
+    depends = forgotten is not None and what_does_not_repeat(forgotten, expected, reference.is_low)
+    return reference.changes.all_names() if depends else []
 
 
 def _cause_in_a_sample(steps: Sequence[Step], expected: Step) -> str | None:
@@ -89,7 +96,8 @@ def _causes_in_the_recipe(
     first: FirstPass, changes: Changes, asked: Mapping[str, str], gaps: Mapping[Key, Gap]
 ) -> dict[str, Any]:
     """{cause: whether it applies} of mistakes in the recipe, with what to type; the likeliest first."""
-    written, generator, kept = (next(iter(each), "") for each in (first.written, changes.generators, first.keeps))
+    keeps = first.keeps or first.lost
+    written, generator, kept = (next(iter(each), "") for each in (first.written, changes.generators, keeps))
     what, place = next(iter(asked.items()), ("", ""))
     one, other = next((changes.sharing[name] for _, name in gaps if name in changes.sharing), ("", ""))
     asks = (
@@ -106,7 +114,7 @@ def _causes_in_the_recipe(
         f"{asks} over the samples of all processes": asked,
         f"forward_step, a layer or a hook changes {kept}; each process calls it less often than a single process, and "
         "a pipeline has its own copies of layers: give forward_step a third argument, step, the number of the "
-        "optimizer step": first.keeps,
+        "optimizer step": keeps,
         f"{one} and {other} share their data, but are two tensors, and the config separates them: make them one "
         "tensor, as in b.weight = a.weight": one,
         f"the weights are {first.low_weights}, and each update is rounded to few bits: make them "

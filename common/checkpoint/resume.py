@@ -18,7 +18,6 @@ from ..records.output_dir import checkpoint_name, checkpoints, starts_over
 from ..records.running_sums import RunningSums
 from ..state import TrainState
 from ..step.engine import Engine
-from ..step.optimizer_state import Numbers, load_optimizer
 from ..step.setup import Setup
 from ..weights.on_disk import leave_on_disk
 from ..weights.shards import checkpoint_tensors, load_tensors
@@ -59,20 +58,19 @@ class Checkpoint:
         weights = {name: reader.tensor(f"model.{name}", maps=True) for name in found if not here[name].is_meta}
         load_tensors(model, weights)
 
-    def load_optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Loads the state of the optimizer of a bare module."""
+    def load_state(self, engine: Engine) -> None:
+        """Loads, after `prepare`, optimizer state, averages and loss scale."""
         if self.reader is not None:
-            load_optimizer(optimizer, checkpoint_tensors(model), self.reader)
-            Numbers(optimizer).load_state_dict(self.reader.content["trainer"]["optimizer"])
+            engine.load_parts(self.reader)
+            engine.load_state_dict(self.reader.content["trainer"])
 
     def load_rest(self, engine: Engine, unrecorded: RunningSums) -> None:
-        """Loads, after `prepare`, optimizer state, averages, loss scale and the sums since the last record."""
+        """The same, and the sums since the last record. Says what differs from the run that wrote the checkpoint."""
         if (reader := self.reader) is None:
             return
         content = reader.content
         unrecorded.load_state_dict(content["unrecorded"])
-        engine.load_parts(reader)
-        engine.load_state_dict(content["trainer"])
+        self.load_state(engine)
         engine.replicas.agreed = self.state.step
         accelerator, plan, here = engine.accelerator, engine.plan, describe(engine.plan.layout)
         accelerator.print(f"resumed from {self.path}")

@@ -103,6 +103,21 @@ def test_hooks_that_convert_what_a_user_saves_change_no_checkpoint(tmp_path: Pat
     assert f"eval/loss {whole.column('eval/loss')[-1]:.6g}" in only.stdout
 
 
+def test_evaluations_of_averages_are_compared_after_a_resume(tmp_path: Path) -> None:
+    flags = "--ema_decay 0.5 --eval_every 6"
+    run = run_of(tmp_path / "run", f"{flags} --max_steps 3 --save_every 3", "ddp")
+    back = f"{flags} --resume_from_checkpoint {run.output_dir}/checkpoints/step_00000003"
+    run_of(tmp_path / "same", back, "ddp")
+    other = run_of(tmp_path / "other", f"{back} --what rank", "ddp", succeeds=False)
+    assert 'the evaluation after step 6 gives "loss" as' in refused(other)
+
+
+def test_what_a_later_step_needs_and_no_checkpoint_stores_is_named(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "bank", "--what bank --max_steps 2", "ddp")
+    assert "a step uses bank, which the step before changed, and a checkpoint does not store: a resumed" in run.stdout
+    assert "a checkpoint does not store" not in run_of(tmp_path / "cache", "--what cache --max_steps 2", "ddp").stdout
+
+
 def test_buffer_that_grows_is_refused_at_the_first_save(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", "--what grows --check_steps 0 --save_every 2", succeeds=False)
     assert "the buffer kept has changed its shape or type, and no checkpoint can restore that" in refused(run)

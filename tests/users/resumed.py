@@ -9,6 +9,9 @@ from torch import Tensor, nn
 
 from accelerate_recipes import RunConfig, fit, flag, run, start
 from accelerate_recipes.common.data import Batch
+from accelerate_recipes.common.environment import rank
+
+KINDS = ("nothing", "hooks", "evaluations", "grows", "bank", "cache", "rank")
 
 
 class Net(nn.Module):
@@ -16,6 +19,7 @@ class Net(nn.Module):
         super().__init__()
         self.what, self.head = what, nn.Linear(WIDTH, 1)
         self.register_buffer("kept", torch.zeros(1))
+        self.bank, self.cache = torch.zeros(0), dict[int, Tensor]()  # of the losses before; of the batch sizes so far
         if what == "hooks":  # it saves the weight in other units
             self._register_state_dict_hook(self._save)
             self.register_load_state_dict_pre_hook(self._load)
@@ -33,12 +37,14 @@ class Net(nn.Module):
             self.kept += 1
         if self.what == "grows" and self.training:
             self.kept = torch.cat([self.kept, self.kept[:1]])
-        return self.head(x)[:, 0] + self.kept[0]
+        if self.what == "cache" and len(x) not in self.cache:
+            self.cache[len(x)] = torch.full([len(x)], 0.1)
+        return self.head(x)[:, 0] + (self.cache[len(x)] if self.what == "cache" else self.kept[0])
 
 
 @dataclass(kw_only=True)
 class Config(RunConfig):
-    what: Literal["nothing", "hooks", "evaluations", "grows"] = flag("nothing", "what the model keeps")
+    what: Literal[*KINDS] = flag("nothing", "what the model keeps")
     best: int = flag(3, "the step after which an evaluation is best")
     number: int = flag(11, "samples for evaluation")
     learning_rate: float = 0.1
@@ -51,12 +57,23 @@ class Config(RunConfig):
 def main(config: Config) -> None:
     def forward_step(model: nn.Module, batch: Batch, step: int) -> dict[str, Tensor]:
         loss = (model(batch["x"]) - batch["y"]).square()
+        if config.what == "bank":
+            return {"square": loss}
+        if config.what == "rank" and not model.training and step > 4:
+            loss = loss + rank()
         return {"loss": loss, "error": torch.full_like(loss, abs(step - config.best)), "step": loss * 0 + step}
+
+    def of_bank(values: dict[str, Tensor]) -> dict[str, Tensor]:
+        if model.training:
+            model.bank = torch.cat([model.bank, values["square"].detach()])[-16:]
+        return {"loss": values["square"] * model.bank.mean()}
 
     accelerator = start(config)
     model = Net(config.what)
     optimizer = torch.optim.SGD(model.parameters(), lr=config.learning_rate)
-    fit(accelerator, model, optimizer, forward_step, Samples(32, 1), Samples(config.number, 2), config)
+    batch_loss = of_bank if config.what == "bank" else None
+    train_set, eval_set = Samples(32, 1), Samples(config.number, 2)
+    fit(accelerator, model, optimizer, forward_step, train_set, eval_set, config, batch_loss=batch_loss)
 
 
 if __name__ == "__main__":
