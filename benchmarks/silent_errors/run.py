@@ -42,7 +42,8 @@ NEVER, HARMLESS, CANNOT, VERIFY = "**never**", "harmless", "cannot occur", "by v
 USUAL = re.compile(r"step \d+/|done in|\d[\d,]* (training samples|process)|checked \d+ steps|$|\[rank|NOTE|W\d{4}")
 # Lines of a run that goes on, which a run without an error must not print.
 ALARMS = re.compile(
-    "no (weight|step) has moved|is zero in each record|no layer computes in 16 bits|random numbers in evaluation, too"
+    "no (weight|step.*) has changed|is zero in each record|no layer computes in 16 bits|another result|"
+    "random numbers in evaluation, too"
 )
 # What the columns "planted under" and "found" say already.
 PREFIX = re.compile(r"error: (.* does not give the result of one process: in step \d+, )?")

@@ -31,9 +31,9 @@ The command runs the recipe on one process and under each config, and compares l
 of each step, evaluations and exported weights ([verify.md](verify.md)).
 """
 RESULTS = """
-"Not supported": before it changes anything, the run says why and what to type. Seven certificates are older than the
-change that lets ZeRO begin bf16 training with exact weights, and still say that `deepspeed_zero2_bf16` differs. On
-2026-11-30, the losses of these recipes differed from one process in bf16 by at most 0.5 %.
+"Not supported": before it changes anything, the run says why and what to type. A certificate from before 2026-11-30 may
+say that `deepspeed_zero2_bf16` differs: since that day, ZeRO begins bf16 training with exact weights. Then the losses
+of all recipes differ from one process in bf16 by less than 1 %.
 """
 NO_GPU = """
 **No certificate is from a GPU yet.** CPU processes that communicate through gloo stand in for GPUs; fp16 runs in

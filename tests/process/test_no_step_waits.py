@@ -1,4 +1,4 @@
-"""Promise: no step waits for a GPU, but where docs/gpu.md says so. The device of this test does not exist."""
+"""Promise: no step waits for a GPU, but where docs/speed.md says so. The device of this test does not exist."""
 
 import json
 import subprocess
