@@ -4,7 +4,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -269,8 +269,10 @@ def take_reference(run: ReferenceRun) -> Reference:
             perturbed = [Perturbed.take(run, numbers, number) for number in roundings]
             again = run.steps(numbers[:1], None, compares=first_pass)[numbers[0]]
             assert run.changes is not None
-            is_kept = len(numbers) > 1 and run.changes.all_names()
-            forgotten = run.steps(numbers, None, forgets=True)[numbers[-1]] if is_kept else None
+            forgotten = None
+            if len(numbers) > 1 and run.changes.all_names():
+                with suppress(Exception):  # a step may fail without what it needs; a resumed run would show that
+                    forgotten = run.steps(numbers, None, forgets=True)[numbers[-1]]
             steps[numbers[0]].evaluated = (again if first_pass.written else steps[numbers[0]]).evaluated
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
