@@ -30,6 +30,7 @@ class Changes:
     # Names of variables, attributes and tensors that the recipe's functions refer to, and of numbers in layers.
     names: list[str] = field(default_factory=list)
     in_model: list[str] = field(default_factory=list)  # the same for what layers hold: state, or a cache
+    in_optimizer: list[str] = field(default_factory=list)  # for what it and its hooks hold, besides its state
     # {name of what layers hold: number of its parts}, counted at the call
     sizes: Callable[[], Counter[str]] = field(default=Counter, compare=False)
     generators: list[str] = field(default_factory=list)  # generators that these draw from, besides the global ones
@@ -38,11 +39,11 @@ class Changes:
     step: int | None = None  # the number that `forward_step` got last: what changed to it does not count calls
     # {name of a tensor: (its name, the name of another tensor with the same data)}
     sharing: dict[str, tuple[str, str]] = field(default_factory=dict)
-    # restores, within the block, all but tensors, buffers and the optimizer, as a resumed run would find it
-    forget: Callable[[], None] = field(default=lambda: None, compare=False)
+    forget: Callable[[], None] = field(default=lambda: None, compare=False)  # gives back what no checkpoint stores
 
     def all_names(self) -> list[str]:
-        return [*dict.fromkeys([*self.names, *self.in_model, *self.generators])]
+        found = dict.fromkeys([*self.names, *self.in_model, *self.in_optimizer, *self.generators])
+        return [name for name in found if name.rpartition(".")[2] != "training"]  # which each pass sets
 
 
 @contextmanager
@@ -60,6 +61,7 @@ def kept(
     try:  # all copies first: if one fails, nothing has changed
         of_model = walk.visit(model, optimizer)  # to which the model may refer
         plain = {id(tensor) for _, tensor in walk.tensors} - moving
+        stored, _ = walk.visit([optimizer.state, optimizer.param_groups])
         of_training = walk.visit(optimizer)
         moving |= {id(tensor) for _, tensor in walk.tensors[of_model[1] :] if tensor.ndim > 0}  # not counts of steps
         spaces = vars(nn.modules.module) | vars(sys.modules[torch.optim.Optimizer.__module__])
@@ -68,7 +70,8 @@ def kept(
             walk.visit(root)
         changes.sharing = _sharing(walk.tensors)
         own, others = walk.entries[: of_model[0]], walk.entries[of_training[0] :]
-        changes.sizes, changes.forget = partial(_sizes, own), partial(_forget, model, own + others)
+        hooks = walk.entries[stored : of_training[0]]  # of the optimizer, and its attributes
+        changes.sizes, changes.forget = partial(_sizes, own), partial(_forget, model, own + others + hooks)
         lending = _Lending(walk.tensors, of_training[1], moving, device)
     except Exception as error:  # too little memory, a tensor without a storage, or any object of any package
         raise NotChecked(f"model and optimizer cannot be copied: {first_line(error)}") from None
@@ -83,7 +86,8 @@ def kept(
         watched = [each for each in lending.tensors if not each.is_trained or id(each.tensor) in plain]
         written = [each for each in watched if lending.has_changed(each)]
         changes.names += _changed(others, step=changes.step) + [each.name for each in written]
-        changes.names += [name for entry in own for name in entry.find_changes(numbers=True, step=changes.step)]
+        changes.names += [name for entry in own for name in entry.find_changes((int, float), changes.step)]
+        changes.in_optimizer += [name for each in hooks for name in each.find_changes((int, float, tuple))]
         changes.in_model += _changed(own)
         changes.generators += _changed(others, of_generators=True) + _changed(own, of_generators=True)
         changes.lost += [name for name, moved in walk.iterators if moved()]
@@ -101,12 +105,13 @@ def _sizes(entries: Iterable[Entry]) -> Counter[str]:
 
 
 def _forget(model: nn.Module, entries: Iterable[Entry]) -> None:
-    forward, buffers = model.forward, [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    forward, modules = model.forward, [(each, each.training, dict(each._buffers)) for each in model.modules()]
     for entry in entries:
         entry.give_back()
     model.forward = forward  # with the autocast of the reference
-    for held, saved in buffers:
-        held.update(saved)
+    for module, is_training, buffers in modules:
+        module.training = is_training
+        module._buffers.update(buffers)
 
 
 def _changed(entries: Iterable[Entry], of_generators: bool = False, step: int | None = None) -> list[str]:

@@ -49,12 +49,11 @@ class Entry:
         self.name, self._read, self._write, self.is_generator = name, read, write, is_generator
         self.before = read()
 
-    def find_changes(self, numbers: bool = False, step: int | None = None) -> list[str]:
-        """Names of the parts that have changed, but not to `step`; with `numbers` only of numbers."""
+    def find_changes(self, kinds: tuple[type, ...] = (), step: int | None = None) -> list[str]:
+        """Names of the parts that have changed, but not to `step`; with `kinds` only of these types: not of flags."""
         now = self._read()
         keys = [key for key in {**self.before, **now} if not _is_same(self.before.get(key), now.get(key), step)]
-        if numbers:
-            keys = [key for key in keys if type(now.get(key)) in (int, float)]  # not flags, such as `training`
+        keys = [key for key in keys if not kinds or type(now.get(key)) in kinds]
         return list(dict.fromkeys(_join(self.name, key) for key in keys))
 
     def size(self) -> int:

@@ -113,9 +113,13 @@ def test_evaluations_of_averages_are_compared_after_a_resume(tmp_path: Path) -> 
 
 
 def test_what_a_later_step_needs_and_no_checkpoint_stores_is_named(tmp_path: Path) -> None:
-    run = run_of(tmp_path / "bank", "--what bank --max_steps 2", "ddp")
-    assert "a step uses bank, which the step before changed, and a checkpoint does not store: a resumed" in run.stdout
-    assert "a checkpoint does not store" not in run_of(tmp_path / "cache", "--what cache --max_steps 2", "ddp").stdout
+    line = "a step uses {}, which the step before changed, and no checkpoint stores: a resumed run has another"
+    for what in ("bank", "calls"):  # of the model, of a hook of the optimizer's step
+        run = run_of(tmp_path / what, f"--what {what} --max_steps 2", "ddp")
+        assert line.format(what) in run.stdout
+    for what in ("cache", "history"):
+        run = run_of(tmp_path / what, f"--what {what} --max_steps 2", "ddp")
+        assert "no checkpoint stores" not in run.stdout
 
 
 def test_buffer_that_grows_is_refused_at_the_first_save(tmp_path: Path) -> None:

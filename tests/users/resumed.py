@@ -11,7 +11,7 @@ from accelerate_recipes import RunConfig, fit, flag, run, start
 from accelerate_recipes.common.data import Batch
 from accelerate_recipes.common.environment import rank
 
-KINDS = ("nothing", "hooks", "evaluations", "grows", "bank", "cache", "rank")
+KINDS = ("nothing", "hooks", "evaluations", "grows", "bank", "cache", "rank", "calls", "history")
 
 
 class Net(nn.Module):
@@ -71,6 +71,15 @@ def main(config: Config) -> None:
     accelerator = start(config)
     model = Net(config.what)
     optimizer = torch.optim.SGD(model.parameters(), lr=config.learning_rate)
+    calls = [0]
+
+    def follow(*args: Any) -> None:  # its gradients grow with the number of its calls
+        calls[0] += 1
+        if config.what == "calls":
+            model.head.weight.grad.mul_(calls[0])
+
+    if config.what in ("calls", "history"):
+        optimizer.register_step_pre_hook(follow)
     batch_loss = of_bank if config.what == "bank" else None
     train_set, eval_set = Samples(32, 1), Samples(config.number, 2)
     fit(accelerator, model, optimizer, forward_step, train_set, eval_set, config, batch_loss=batch_loss)
