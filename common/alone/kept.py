@@ -105,10 +105,11 @@ def _sizes(entries: Iterable[Entry]) -> Counter[str]:
 
 
 def _forget(model: nn.Module, entries: Iterable[Entry]) -> None:
-    forward, modules = model.forward, [(each, each.training, dict(each._buffers)) for each in model.modules()]
+    modules = [(each, each.training, dict(each._buffers)) for each in model.modules()]
+    forward = {name: each for name, each in vars(model).items() if name == "forward"}  # with the reference's autocast
     for entry in entries:
         entry.give_back()
-    model.forward = forward  # with the autocast of the reference
+    vars(model).update(forward)
     for module, is_training, buffers in modules:
         module.training = is_training
         module._buffers.update(buffers)

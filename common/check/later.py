@@ -114,8 +114,7 @@ def _may_evaluate(run: ReferenceRun) -> bool:
     functions = [setup.options.get(name) for name in ("summarize", "examples")]
     passes = sum(-(-len(each) // plan.micro_batch_size) for each in setup.eval_sets.values())
     # The run measures the metric of the best model once before the first step.
-    is_other = plan.config.metric_for_best_model and any(functions)
-    if is_other or passes * run.seconds / plan.accumulation > MAX_SECONDS:
+    if (plan.config.metric_for_best_model and any(functions)) or passes * run.seconds / plan.accumulation > MAX_SECONDS:
         return False
     walk.visit(functions)
     return not walk.iterators and not walk.open

@@ -60,8 +60,7 @@ class ParityCheck:
         self._setup = setup
         self._reference: Reference | None = None  # only the main process has one
         self._rehearsal: Rehearsal | None = None  # only the main process has one
-        # Numbers of the steps of the rehearsal, and after how many steps it evaluates.
-        self._rehearsed: tuple[list[int], list[int]] = [], []
+        self._rehearsed: tuple[list[int], list[int]] = [], []  # numbers of its steps, and after how many it evaluates
         self._error: str | None = None  # of one process
         self._block_sizes: dict[int, dict[PlaceInRow, tuple[int, ...]]] = {}  # of each step
         self._seconds = 0.0  # the time that the check took

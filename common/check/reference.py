@@ -4,7 +4,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -80,15 +80,16 @@ class ReferenceRun:
         of_evaluations = [setup.options.get(name) for name in ("summarize", "examples") if evaluate is not None]
         functions = [setup.forward_step, setup.batch_loss, plan.schedule, *of_evaluations]
         observer = Observer(first_pass, layout)
-        forward = model.forward
+        autocast: Any = nullcontext()
         if plan.layout.precision != "float32":  # as Accelerate does without sharding
-            forward = convert_outputs_to_fp32(torch.autocast(device.type, torch.bfloat16)(forward))
+            forward = convert_outputs_to_fp32(torch.autocast(device.type, torch.bfloat16)(model.forward))
+            autocast = patch.object(model, "forward", forward)
         with (
             _threads_of_all(model, layout.environment.local_world_size),
             one_process(setup.accelerator),
             restore_generators(device),
             kept(model, optimizer, functions, device) as changes,
-            patch.object(model, "forward", forward),
+            autocast,
         ):
             if change is not None:
                 change(model)
