@@ -3,6 +3,7 @@
 import gc
 import hashlib
 import os
+import random
 import signal
 import zlib
 from collections import Counter
@@ -55,6 +56,17 @@ def pytest_collection_finish() -> None:
     """Takes the imported objects, a million, out of each garbage collection."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Each test draws the same random numbers, whichever tests ran before it in its process."""
+    import numpy
+    import torch
+
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")
