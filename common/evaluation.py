@@ -51,21 +51,17 @@ class Evaluation:
         state: the run's state.
         watch: the run's watch; a stop request ends an evaluation early.
         check: the run's `ParityCheck`, if it has one.
-
-    Attributes:
-        metrics: the metrics of the last evaluation; empty before the first.
     """
 
     def __init__(self, engine: Engine, state: TrainState, watch: Watch, check: "RunCheck | None" = None):
         eval_sets = engine.setup.eval_sets
         parts = [f"{len(part):,} for evaluation{f' ({name})' if name else ''}" for name, part in eval_sets.items()]
         say(f"{engine.plan.num_samples:,} training samples, {', '.join(parts)}")
-        self.engine, self.state = engine, state
+        self.engine, self.state, self.watch, self._check = engine, state, watch, check
         device = CPU if engine.plan.config.num_workers else engine.device  # a worker reads on the CPU
         # Moves the sets once, not in each evaluation.
         self.eval_sets = {name: resident(eval_set, device) for name, eval_set in eval_sets.items()}
-        self.watch, self._check = watch, check
-        self.metrics: Metrics = {}
+        self.metrics: Metrics = {}  # of the last evaluation; empty before the first
         self._has_said = False
         if (name := engine.plan.config.metric_for_best_model) is not None:
             firsts = {key: _first(eval_set) for key, eval_set in eval_sets.items()}
@@ -151,9 +147,8 @@ def measure(
 
 def _first(dataset: MapDataset) -> MapDataset:
     """The first sample of a dataset, as a dataset."""
-    if isinstance(dataset, Collated):
-        return Collated(_first(dataset.dataset), dataset.collate_fn)
-    return Subset(dataset, [0])  # type: ignore[arg-type]  # torch's annotation is too narrow
+    first: Any = Subset(dataset.samples if isinstance(dataset, Collated) else dataset, [0])  # type: ignore[arg-type]
+    return Collated(first, dataset.collate_fn) if isinstance(dataset, Collated) else first
 
 
 def _number(name: str, value: Any) -> float:

@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import zlib
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,18 +36,22 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     """Marks the unit tests as quick, because they start no processes. Of another test with many cases, `make test` runs
-    the eighth that a checksum of their names draws; `make test-full` runs all, for hours."""
+    one in 16, and at least one, drawn by a checksum of their names; `make test-full` runs all, for hours."""
 
     def has(item: pytest.Function, *names: str) -> bool:
         return any(item.get_closest_marker(name) for name in names)
 
-    cases = Counter((item.path, item.originalname) for item in items if not has(item, "full", "large", "gpu"))
+    cases = defaultdict[tuple[Path, str], list[pytest.Function]](list)
     for item in items:
         if "unit" in item.path.parts:
             item.add_marker(pytest.mark.quick)
-        is_drawn = zlib.crc32(item.name.encode()) % 8 == 0 or cases[item.path, item.originalname] <= MANY_CASES
-        if not is_drawn and not has(item, "quick", "every_case"):
+        if not has(item, "full", "large", "gpu", "quick", "every_case"):
+            cases[item.path, item.originalname].append(item)
+    for of_test in cases.values():
+        number = len(of_test) if len(of_test) <= MANY_CASES else max(1, len(of_test) // 16)
+        for item in sorted(of_test, key=lambda item: zlib.crc32(item.name.encode()))[number:]:
             item.add_marker(pytest.mark.full)
+    for item in items:
         if has(item, "full", "large"):
             item.add_marker(pytest.mark.timeout(0))
 

@@ -46,7 +46,7 @@ def weights_moved_after_wrapping(parts: Parts) -> None:
     wrap_step(parts, move)
 
 
-@fault(TRAINCHECK, "x.com/jxmnop 1778520637193240892", "ddp", cause=r"not model\.module")
+@fault(TRAINCHECK, "x.com/jxmnop 1778520637193240892", "ddp", cause="does not call the model")
 def wrapper_left_out(parts: Parts) -> None:
     """The trainer calls the module inside DDP in its first steps, so each process trains alone."""
     module: Any = parts.model

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import first_line
 from ..weights.on_disk import is_lent
+from ..weights.shards import checkpoint_tensors
 from .walk import LARGE, Entry, Walk
 
 
@@ -60,19 +61,21 @@ def kept(
     moving = {id(each) for each in (*model.parameters(), *model.buffers())}
     try:  # all copies first: if one fails, nothing has changed
         of_model = walk.visit(model, optimizer)  # to which the model may refer
-        plain = {id(tensor) for _, tensor in walk.tensors} - moving
-        stored, _ = walk.visit([optimizer.state, optimizer.param_groups])
+        saved = {id(each) for each in (*model.parameters(), *checkpoint_tensors(model).values())}
+        stored = walk.visit([optimizer.state, optimizer.param_groups])
+        saved |= {id(tensor) for _, tensor in walk.tensors[of_model[1] :]}
         of_training = walk.visit(optimizer)
         moving |= {id(tensor) for _, tensor in walk.tensors[of_model[1] :] if tensor.ndim > 0}  # not counts of steps
+        of_hooks = {id(tensor) for _, tensor in walk.tensors[stored[1] :]}
         spaces = vars(nn.modules.module) | vars(sys.modules[torch.optim.Optimizer.__module__])
         of_all = [each for key, each in spaces.items() if key.startswith("_global_") and "hooks" in key]
         for root in (*functions, *of_all):  # the hooks of all modules and of all optimizers, too
             walk.visit(root)
         changes.sharing = _sharing(walk.tensors)
         own, others = walk.entries[: of_model[0]], walk.entries[of_training[0] :]
-        hooks = walk.entries[stored : of_training[0]]  # of the optimizer, and its attributes
-        changes.sizes, changes.forget = partial(_sizes, own), partial(_forget, model, own + others + hooks)
-        lending = _Lending(walk.tensors, of_training[1], moving, device)
+        hooks = walk.entries[stored[0] : of_training[0]]  # of the optimizer, and its attributes
+        lending = _Lending(walk.tensors, of_training[1], moving, saved, device)
+        changes.sizes, changes.forget = partial(_sizes, own), partial(_forget, model, own + others + hooks, lending)
     except Exception as error:  # too little memory, a tensor without a storage, or any object of any package
         raise NotChecked(f"model and optimizer cannot be copied: {first_line(error)}") from None
     for each in lending.tensors:
@@ -83,9 +86,10 @@ def kept(
         with _noted_files(changes.files):
             yield changes
     finally:
-        watched = [each for each in lending.tensors if not each.is_trained or id(each.tensor) in plain]
-        written = [each for each in watched if lending.has_changed(each)]
-        changes.names += _changed(others, step=changes.step) + [each.name for each in written]
+        written = [each for each in lending.tensors if not each.is_saved and lending.has_changed(each)]
+        changes.in_optimizer += [each.name for each in written if id(each.tensor) in of_hooks]
+        changes.names += _changed(others, step=changes.step)
+        changes.names += [each.name for each in written if id(each.tensor) not in of_hooks]
         changes.names += [name for entry in own for name in entry.find_changes((int, float), changes.step)]
         changes.in_optimizer += [name for each in hooks for name in each.find_changes((int, float, tuple))]
         changes.in_model += _changed(own)
@@ -104,15 +108,16 @@ def _sizes(entries: Iterable[Entry]) -> Counter[str]:
     return found
 
 
-def _forget(model: nn.Module, entries: Iterable[Entry]) -> None:
+def _forget(model: nn.Module, entries: Iterable[Entry], lending: "_Lending") -> None:
     modules = [(each, each.training, dict(each._buffers)) for each in model.modules()]
     forward = {name: each for name, each in vars(model).items() if name == "forward"}  # with the reference's autocast
     for entry in entries:
         entry.give_back()
+    lending.forget()
     vars(model).update(forward)
     for module, is_training, buffers in modules:
-        module.training = is_training
-        module._buffers.update(buffers)
+        module.training, lost = is_training, getattr(module, "_non_persistent_buffers_set", ())
+        module._buffers.update((name, buffer) for name, buffer in buffers.items() if name not in lost)
 
 
 def _changed(entries: Iterable[Entry], of_generators: bool = False, step: int | None = None) -> list[str]:
@@ -121,12 +126,13 @@ def _changed(entries: Iterable[Entry], of_generators: bool = False, step: int | 
 
 @dataclass
 class _Lent:
-    """A tensor that the block may change. `elsewhere`: its data on another device, or in other memory, for the block;
-    None: the block uses its own data, which NumPy arrays may share. `is_copied`: whether its data are restored."""
+    """A tensor that the block may change. `is_saved`: whether a checkpoint stores it. `elsewhere`: its data on another
+    device, or in other memory, for the block; None: the block uses its own data, which NumPy arrays may share.
+    `is_copied`: whether its data are restored."""
 
     name: str
     tensor: Tensor
-    is_trained: bool
+    is_saved: bool
     is_copied: bool
     elsewhere: Tensor | None
     data: Tensor
@@ -138,25 +144,27 @@ class _Lent:
 class _Lending:
     """Tensors that the block may change, and copies of their data."""
 
-    def __init__(self, tensors: list[tuple[str, Tensor]], trained: int, moving: set[int], device: torch.device):
-        """Copies these tensors' data; the tensors whose ids are in `moving` work on the device. After the first
-        `trained` tensors it copies at most `LARGE` bytes."""
+    def __init__(
+        self, tensors: list[tuple[str, Tensor]], trained: int, moving: set[int], saved: set[int], device: torch.device
+    ):
+        """Copies these tensors' data; the tensors whose ids are in `moving` work on the device, and a checkpoint stores
+        those in `saved`. After the first `trained` tensors it copies at most `LARGE` bytes."""
         self.tensors: list[_Lent] = []
         self._moved: dict[int, torch.UntypedStorage] = {}  # {address of a storage: its replacement}
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}  # (it, its copy)
-        strided = [each for _, each in tensors if each.layout is torch.strided and id(each) in moving]
+        strided = [each for _, each in tensors if each.layout is torch.strided and id(each) in saved]
         self._own = {each.untyped_storage()._cdata for each in strided}
         room = LARGE
         for number, (name, tensor) in enumerate(tensors):
             if tensor.is_inference():  # nothing can write it
                 continue
-            is_trained, is_strided, elsewhere = number < trained, tensor.layout is torch.strided, None
-            room -= 0 if is_trained or not is_strided else tensor.nbytes
-            if is_copied := is_trained or (is_strided and room >= 0):
+            is_strided, elsewhere = tensor.layout is torch.strided, None
+            room -= tensor.nbytes if is_strided and number >= trained else 0
+            if is_copied := number < trained or (is_strided and room >= 0):
                 elsewhere = self._copied(tensor, device if id(tensor) in moving else tensor.device)
             gradient = tensor.grad if tensor.is_leaf else None
-            found = _Lent(name, tensor, is_trained, is_copied, elsewhere, tensor.data, gradient, tensor.requires_grad)
-            self.tensors.append(found)
+            given = (name, tensor, id(tensor) in saved, is_copied, elsewhere)
+            self.tensors.append(_Lent(*given, tensor.data, gradient, tensor.requires_grad))
 
     def _copied(self, tensor: Tensor, device: torch.device) -> Tensor | None:
         storage = tensor.untyped_storage()
@@ -170,11 +178,20 @@ class _Lending:
         return empty.set_(self._moved[storage._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def has_changed(self, lent: _Lent) -> bool:
-        """Whether it was written, unless it shares the data of a weight. `.data` writes without a new version."""
+        """Whether it was written, unless a checkpoint stores its data. `.data` writes without a new version."""
         key = lent.data.untyped_storage()._cdata if lent.data.layout is torch.strided else 0
         if key in self._own or lent.tensor._version != lent.version:
             return key not in self._own
         return key in self._before and not torch.equal(*map(_bytes, self._before[key]))
+
+    def forget(self) -> None:
+        """Gives the tensors their first data, but not those whose data a checkpoint stores."""
+        for key, (storage, before) in self._before.items():
+            if key not in self._own and storage.nbytes() == before.nbytes():
+                storage.copy_(before)
+        for each in self.tensors:
+            if each.elsewhere is not None and each.data.untyped_storage()._cdata not in self._own:
+                each.elsewhere.copy_(each.data)
 
     def give_back(self) -> None:
         for storage, before in self._before.values():

@@ -120,7 +120,7 @@ class FirstPass:
     def say(self, plan: Plan, say: Callable[[str], Any]) -> None:
         """Prints one line for each reason why the result depends on how the global batch is divided."""
         size, whole = plan.micro_batch_size, plan.config.batch_size
-        first = {name: next(iter(getattr(self, name)), "") for name in ("files", "keeps", "lost", "mixes")}
+        first = {name: next(iter(getattr(self, name)), "") for name in ("files", "keeps", "mixes")}
         written = [*self.written, *self.written_in_evaluation]
         always = {
             f"the weights are {self.low_weights}: each update is rounded to few bits, and the result depends on how "
@@ -131,8 +131,9 @@ class FirstPass:
             "run takes the time and the memory of float32": self.has_no_low_layers,
             "the forward pass draws random numbers in evaluation, too, such as dropout that is always on; they depend "
             "on --micro_batch_size: use self.training, unless this is intended": self.draws_in_evaluation,
-            f"a step uses {first['lost']}, which the step before changed, and no checkpoint stores: a resumed run has "
-            "another result; keep it in a buffer or the optimizer's state, or compute it from step": self.lost,
+            f"a step uses {' or '.join(self.lost[:3])}, which the step before changed, and no checkpoint stores: a "
+            "resumed run has another result; keep it in a persistent buffer or the optimizer's state, or compute it "
+            "from step": self.lost,
             f"the parity check also wrote {first['files']}, which it does not restore": self.files,
             "two evaluations of one batch differ: the result depends on the number of processes, and is "
             "not compared; use only the batch and the model": self.moves and not (self.keeps or written),

@@ -82,7 +82,7 @@ def _from_rows(dataset: InMemoryDataset, sample_ids: Iterable[torch.Tensor], dev
 def fetch(dataset: MapDataset, ids: list[int], seed: int = 0, epoch: int = 0) -> Batch:
     """The samples of these ids as a batch on the CPU. Raises UsageError like `batches`."""
     collate_fn: CollateFn = dataset.collate_fn if isinstance(dataset, Collated) else default_collate
-    dataset = dataset.dataset if isinstance(dataset, Collated) else dataset
+    dataset = dataset.samples if isinstance(dataset, Collated) else dataset
     if hasattr(dataset, "__getitems__"):
         seed_batch(seed, epoch, ids)
         with annotate_errors(lambda: list_samples(ids)):
@@ -96,7 +96,7 @@ def fetch(dataset: MapDataset, ids: list[int], seed: int = 0, epoch: int = 0) ->
 def draws_for_batches(dataset: MapDataset) -> bool:
     """Whether `__getitems__` or the `collate_fn` draws random numbers: they depend on the samples of a micro-batch."""
     collate_fn = dataset.collate_fn if isinstance(dataset, Collated) else default_collate
-    inner = dataset.dataset if isinstance(dataset, Collated) else dataset
+    inner = dataset.samples if isinstance(dataset, Collated) else dataset
     before = generator_states(CPU)
     samples = _read(inner, 0)
     if not hasattr(inner, "__getitems__"):
@@ -107,7 +107,7 @@ def draws_for_batches(dataset: MapDataset) -> bool:
 
 def keeps_draws(dataset: MapDataset) -> bool:
     """Whether a sample draws random numbers only when it is first read."""
-    inner = dataset.dataset if isinstance(dataset, Collated) else dataset
+    inner = dataset.samples if isinstance(dataset, Collated) else dataset
     states, last = list[Any](), len(inner) - 1  # the recipe may have read the first samples
     for _ in range(2):
         seed_sample(0, 0, last)

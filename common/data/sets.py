@@ -82,9 +82,9 @@ class InMemoryDataset(Dataset):
 
 
 class ListDataset(Dataset):
-    """A dataset whose `samples` are in a list."""
+    """A dataset whose `samples` are in a list, or in another dataset."""
 
-    samples: list[Any]
+    samples: Any
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -93,17 +93,11 @@ class ListDataset(Dataset):
         return self.samples[index]
 
 
-class Collated(Dataset):
+class Collated(ListDataset):
     """A dataset with its own function to make a batch of samples."""
 
-    def __init__(self, dataset: MapDataset, collate_fn: CollateFn):
-        self.dataset, self.collate_fn = dataset, collate_fn
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.dataset[index]
+    def __init__(self, samples: MapDataset, collate_fn: CollateFn):
+        self.samples, self.collate_fn = samples, collate_fn
 
 
 def as_numbered_step(forward_step: ForwardStep) -> NumberedStep:

@@ -114,9 +114,10 @@ def test_evaluations_of_averages_are_compared_after_a_resume(tmp_path: Path) -> 
 
 def test_what_a_later_step_needs_and_no_checkpoint_stores_is_named(tmp_path: Path) -> None:
     line = "a step uses {}, which the step before changed, and no checkpoint stores: a resumed run has another"
-    for what in ("bank", "calls"):  # of the model, of a hook of the optimizer's step
+    # Of the model, of a hook of the optimizer's step, tensors of such a hook, and a buffer that is not persistent.
+    for what, name in {"bank": "bank", "calls": "calls", "slow": "slow", "unsaved": "kept"}.items():
         run = run_of(tmp_path / what, f"--what {what} --max_steps 2", "ddp")
-        assert line.format(what) in run.stdout
+        assert line.format(name) in run.stdout
     for what in ("cache", "history"):
         run = run_of(tmp_path / what, f"--what {what} --max_steps 2", "ddp")
         assert "no checkpoint stores" not in run.stdout

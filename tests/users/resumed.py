@@ -11,14 +11,14 @@ from accelerate_recipes import RunConfig, fit, flag, run, start
 from accelerate_recipes.common.data import Batch
 from accelerate_recipes.common.environment import rank
 
-KINDS = ("nothing", "hooks", "evaluations", "grows", "bank", "cache", "rank", "calls", "history")
+KINDS = ("nothing", "hooks", "evaluations", "grows", "bank", "cache", "rank", "calls", "history", "slow", "unsaved")
 
 
 class Net(nn.Module):
     def __init__(self, what: str):
         super().__init__()
         self.what, self.head = what, nn.Linear(WIDTH, 1)
-        self.register_buffer("kept", torch.zeros(1))
+        self.register_buffer("kept", torch.zeros(1), persistent=what != "unsaved")
         self.bank, self.cache = torch.zeros(0), dict[int, Tensor]()  # of the losses before; of the batch sizes so far
         if what == "hooks":  # it saves the weight in other units
             self._register_state_dict_hook(self._save)
@@ -40,6 +40,28 @@ class Net(nn.Module):
         if self.what == "cache" and len(x) not in self.cache:
             self.cache[len(x)] = torch.full([len(x)], 0.1)
         return self.head(x)[:, 0] + (self.cache[len(x)] if self.what == "cache" else self.kept[0])
+
+
+def hook_steps(optimizer: torch.optim.Optimizer, model: Net, what: str) -> None:
+    calls, slow = [0], [weight.detach().clone() for weight in model.parameters()]
+
+    def follow(*args: Any) -> None:  # its gradients grow with the number of its calls
+        calls[0] += 1
+        if what == "calls":
+            model.head.weight.grad.mul_(calls[0])
+
+    def look_ahead(*args: Any) -> None:
+        for weight, kept in zip(model.parameters(), slow):
+            kept.lerp_(weight.detach(), 0.5)
+            weight.data.copy_(kept)
+
+    def count(*args: Any) -> None:
+        model.kept += 1
+
+    if what in ("calls", "history"):
+        optimizer.register_step_pre_hook(follow)
+    if what in ("slow", "unsaved"):
+        optimizer.register_step_post_hook(look_ahead if what == "slow" else count)
 
 
 @dataclass(kw_only=True)
@@ -71,15 +93,7 @@ def main(config: Config) -> None:
     accelerator = start(config)
     model = Net(config.what)
     optimizer = torch.optim.SGD(model.parameters(), lr=config.learning_rate)
-    calls = [0]
-
-    def follow(*args: Any) -> None:  # its gradients grow with the number of its calls
-        calls[0] += 1
-        if config.what == "calls":
-            model.head.weight.grad.mul_(calls[0])
-
-    if config.what in ("calls", "history"):
-        optimizer.register_step_pre_hook(follow)
+    hook_steps(optimizer, model, config.what)
     batch_loss = of_bank if config.what == "bank" else None
     train_set, eval_set = Samples(32, 1), Samples(config.number, 2)
     fit(accelerator, model, optimizer, forward_step, train_set, eval_set, config, batch_loss=batch_loss)

@@ -10,9 +10,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import Dataset
 
 from ...data import Batch, pad_to_longest
+from ...data.sets import ListDataset
 from ...errors import UsageError, first_line
 from ..models.causal_lm import IGNORED, find_trained_places
 from ..models.tokenization import adds_special_tokens
@@ -184,18 +184,15 @@ def unpad(given: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-class VisionDataset(Dataset):
+class VisionDataset(ListDataset):
     """One conversation per sample, encoded when it is read."""
 
     def __init__(self, chats: VisionChats, encoder: VisionEncoder):
-        self.chats, self.encoder = chats, encoder
-
-    def __len__(self) -> int:
-        return len(self.chats)
+        self.samples, self.encoder = chats, encoder
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        with self.chats.naming(index):
-            return self.encoder.sample(*self.chats.load(self.chats.rows[index]))
+        with self.samples.naming(index):
+            return self.encoder.sample(*self.samples.load(self.samples.rows[index]))
 
     def facts(self) -> str:
         """The share of trained tokens in the first conversations, and how many are cut, to print. Raises UsageError."""

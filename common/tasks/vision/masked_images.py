@@ -52,23 +52,19 @@ class Masked:
     rows: Sequence[int]  # the numbers of the images in this part
 
 
+@dataclass(eq=False, repr=False)
 class MaskedImages(Dataset):
     """Samples {"image": float32 of shape (3, size, size), normalised; "mask": int64 of shape (size, size), with
-    `IGNORED`; "weight": the number of pixels that count}.
+    `IGNORED`; "weight": the number of pixels that count}."""
 
-    Args:
-        source: the images and masks.
-        names: of the classes, in the order of the model's outputs.
-        form: what the model expects.
-        ignored: number in the masks of pixels that do not count.
-        flags: how each image varies. None: the whole image, squeezed into the square.
-    """
+    source: Masked
+    names: list[str]  # of the classes, in the order of the model's outputs
+    form: Preprocessing  # what the model expects
+    ignored: int  # number in the masks of pixels that do not count
+    flags: VaryingFlags | None = None  # how each image varies; None: the whole image, squeezed into the square
 
-    def __init__(
-        self, source: Masked, names: list[str], form: Preprocessing, ignored: int, flags: VaryingFlags | None = None
-    ):
-        self.source, self.form, self.flags = source, form, flags
-        outputs = {number: names.index(name) for number, name in source.classes.items()} | {ignored: IGNORED}
+    def __post_init__(self) -> None:
+        outputs = {key: self.names.index(name) for key, name in self.source.classes.items()} | {self.ignored: IGNORED}
         self.numbers, self.outputs = (numpy.array(each) for each in zip(*sorted(outputs.items())))
 
     def __len__(self) -> int:
