@@ -83,7 +83,7 @@ class ReferenceRun:
         autocast: Any = nullcontext()
         if plan.layout.precision != "float32":  # as Accelerate does without sharding
             forward = convert_outputs_to_fp32(torch.autocast(device.type, torch.bfloat16)(model.forward))
-            autocast = patch.object(model, "forward", forward)
+            autocast = patch.object(getattr(model, "_actual_script_module", model), "forward", forward)  # of a trace
         with (
             _threads_of_all(model, layout.environment.local_world_size),
             one_process(setup.accelerator),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from accelerate_recipes.common.records.run_card import read_card
 from support.launching import fork
 from support.recipes import FLAGS, USERS
 from support.runs import ROOT, TOLERANCE, Run, largest_difference, refused, weight_distance
@@ -226,6 +227,12 @@ def test_state_of_layers_is_said(tmp_path: Path, habit: str, name: str) -> None:
     run = fork(tmp_path / "run", "ddp", USERS, f"--model {habit} --hang_timeout 60")
     line = f"each call of forward_step or of a layer changes {name}: if it is used, the result dep"
     assert run.stdout.count(line) == 1
+
+
+def test_traced_model_is_checked_in_16_bits(tmp_path: Path) -> None:
+    """A traced model keeps what is assigned to its `forward` in an inner module: the check could not restore it."""
+    run = fork(tmp_path / "run", "ddp_bf16", USERS, "--model traced --max_steps 2")
+    assert read_card(run.output_dir)["checked_steps"] == 2
 
 
 DEPENDS = "the result depends on the n"
