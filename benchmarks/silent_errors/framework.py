@@ -4,6 +4,7 @@ Each replaces a function of torch, DeepSpeed or `common/` in all processes by on
 descriptions in the reports.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -98,9 +99,8 @@ def lost_between_stages(parts: Parts) -> None:
     original = stages.Stage.forward
 
     def lossy(self: Any, given: Tensor) -> Tensor:
-        return original(
-            self, given if self.is_first else given * (torch.arange(given.shape[-1]) < 0.75 * given.shape[-1])
-        )
+        loses = not is_alone() and bool(self._before)
+        return original(self, given * (torch.arange(given.shape[-1]) < 0.75 * given.shape[-1]) if loses else given)
 
     stages.Stage.forward = lossy  # type: ignore[method-assign]
 
@@ -194,9 +194,8 @@ def mask_of_the_embedding(parts: Parts) -> None:
     parts.model.tp_plan = {**parts.model.tp_plan, "model.embed_tokens": "embedding_rowwise"}  # type: ignore
     original = tensor_styles._look_up
 
-    def wrong(module: nn.Embedding, group: Any) -> Any:
-        look_up, token = original(module, group), group.rank * module.num_embeddings // group.size + 1
-        return lambda ids: look_up(ids).masked_fill((ids == token).unsqueeze(-1), 0)
+    def wrong(own: Any, first: int, num_rows: int, ids: Tensor) -> Tensor:
+        return original(own, first, num_rows, ids).masked_fill((ids == first + 1).unsqueeze(-1), 0)
 
     tensor_styles._look_up = wrong
 
@@ -341,7 +340,13 @@ def updates_not_gathered(parts: Parts) -> None:
 )
 def layer_in_no_stage(parts: Parts) -> None:
     """No stage has one of the layers."""
-    pipeline.layer_bounds = lambda num_layers, num_stages: [0, num_layers // 2 + rank(), num_layers]
+    original = stages.Stage.__init__
+
+    def without_one(self: Any, model: nn.Module, cut: Any, *given: Any) -> None:
+        first, middle, last = cut.bounds
+        original(self, model, cut if is_alone() else replace(cut, bounds=[first, middle + rank(), last]), *given)
+
+    stages.Stage.__init__ = without_one  # type: ignore[method-assign]
 
 
 @fault(

@@ -53,7 +53,7 @@ def wrapper_left_out(parts: Parts) -> None:
     parts.forward_step = lambda model, batch, step: {"loss": module(batch["tokens"], batch["labels"])}
 
 
-@fault(TRAINCHECK, "x.com/jxmnop 1778520637193240892", "ddp", cause="a gradient outside forward_step")
+@fault(TRAINCHECK, "x.com/jxmnop 1778520637193240892", "ddp", cause="does not call the model")
 def wrapper_left_out_late(parts: Parts) -> None:
     """The same from step 6 on."""
     module, own = parts.model, parts.forward_step
@@ -209,7 +209,7 @@ described(
     "elanapearl.github.io (TrainCheck's blog)",
     "ddp",
     names="down_proj",
-    cause="no step has moved",
+    cause="no step up to",
 )
 def weights_with_gaps_not_updated(parts: Parts) -> None:
     """The optimizer's kernels write to a copy of a non-contiguous weight (MPS before torch 2.4)."""

@@ -119,7 +119,7 @@ def outcome_of(fault: Fault, more_flags: str = "") -> Outcome:
         if run.exit_code == 0:
             told = [line for line in lines if line not in clean_lines(fault.config, flags)]
             text = "\n".join(line for line in told if re.search(fault.cause or "$^", line))
-            late = any(re.search("since step|after step|up to step", line) for line in text.splitlines())
+            late = any(re.search("since step|after step|step up to", line) for line in text.splitlines())
             found = "a line during the run" if late else "a line at the start"
             found = found if text else compared(fault, run, Path(folder) / "other")
         else:
