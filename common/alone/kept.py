@@ -126,9 +126,8 @@ def _changed(entries: Iterable[Entry], of_generators: bool = False, step: int | 
 
 @dataclass
 class _Lent:
-    """A tensor that the block may change. `is_saved`: whether a checkpoint stores it. `elsewhere`: its data on another
-    device, or in other memory, for the block; None: the block uses its own data, which NumPy arrays may share.
-    `is_copied`: whether its data are restored."""
+    """A tensor that the block may change. `is_saved`: a checkpoint stores it; `is_copied`: its data are restored;
+    `elsewhere`: the data that the block uses instead, perhaps on a device; None: its own, which arrays may share."""
 
     name: str
     tensor: Tensor
@@ -187,7 +186,8 @@ class _Lending:
     def forget(self) -> None:
         """Gives the tensors their first data, but not those whose data a checkpoint stores."""
         for key, (storage, before) in self._before.items():
-            if key not in self._own and storage.nbytes() == before.nbytes():
+            is_written = key not in self._own and not torch.equal(_bytes(storage), _bytes(before))
+            if is_written and storage.nbytes() == before.nbytes():  # a mapped file may be read-only
                 storage.copy_(before)
         for each in self.tensors:
             if each.elsewhere is not None and each.data.untyped_storage()._cdata not in self._own:

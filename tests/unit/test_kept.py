@@ -200,3 +200,35 @@ def test_a_pipe_is_not_a_file_that_a_pass_writes(tmp_path: Path) -> None:
         subprocess.run(["true"], input=b"text", check=True)
         (tmp_path / "notes.txt").write_text("text")
     assert found == [str(tmp_path / "notes.txt")]
+
+
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_only_what_a_checkpoint_stores_is_not_forgotten(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    model.register_buffer("unsaved", torch.zeros(1), persistent=False)
+    slow = [weight.detach().clone() for weight in model.parameters()]
+    numpy.arange(4.0).tofile(tmp_path / "mapped")
+    mapped = torch.from_numpy(numpy.memmap(tmp_path / "mapped", mode="r"))  # to write it ends the process
+    view, counts = slow[0].view(-1), torch.zeros(2)
+
+    def follow(*args: Any) -> None:
+        for weight, other in zip(model.parameters(), slow):
+            other.lerp_(weight.detach(), 0.5)
+
+    def forward_step() -> None:
+        train(model, optimizer)
+        counts.add_(1 + mapped[0])
+        model.unsaved += 1  # type: ignore[operator]
+
+    optimizer.register_step_post_hook(follow)
+    with kept(model, optimizer, [forward_step], CPU) as changes:
+        forward_step()
+        before, weights = [each.clone() for each in slow], [each.clone() for each in model.parameters()]
+        momentum = optimizer.state[model[0].weight]["exp_avg"].clone()
+        changes.forget()
+        assert not (before[0] == slow[0]).any() and (view == slow[0].view(-1)).all()
+        assert not counts.any() and not model.unsaved.any()  # type: ignore[operator, union-attr]
+        assert all(map(torch.equal, weights, model.parameters()))
+        assert torch.equal(momentum, optimizer.state[model[0].weight]["exp_avg"]) and model[1].num_batches_tracked == 1
+        forward_step()
+    assert {"slow", "counts", "unsaved"} <= {*changes.all_names()} and "mapped" not in changes.all_names()
