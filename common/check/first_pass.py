@@ -61,7 +61,7 @@ class FirstPass:
             yield
         self.draws = generator_states(device) != states or self.draws
         changed = [name for name, (tensor, version) in before.items() if tensor._version != version]
-        self.written = changed + _changed(buffers, module)
+        self.written, self.moves = changed + _changed(buffers, module), self.moves or bool(changed)
 
     def compare_halves(
         self,
@@ -84,8 +84,7 @@ class FirstPass:
                 whole = take(batch := fetch(ids[: 2 * size]), slice(None))
                 rest, norm, draws = whole.gradient, 0.0, whole.draws or self.draws_for_batches
                 parts = [] if draws else [fetch(ids[half]) for half in halves]
-                if parts and _is_sorted(batch, parts):
-                    parts = []
+                parts = [] if parts and _is_sorted(batch, parts) else parts
                 for half, alone in zip_longest(halves, parts):
                     part = take(_twice(batch, half), half) if alone is None else take(alone, slice(None))
                     mixed |= {name: None for name in part.values if not part.is_close(whole, name, tolerance, half)}
@@ -114,8 +113,9 @@ class FirstPass:
 
     def evaluation_at(self, number: int, numbers: Sequence[int]) -> str:
         """When a step evaluates, if these are compared: after the last, because an evaluation may switch weights; but
-        before the first if passes change buffers, which then differ, as BatchNorm's do."""
-        return "before" * (number == numbers[0]) if self.written else "after" * (number + 1 not in numbers)
+        before the first if passes change buffers, as BatchNorm does, which then differ; never if they write weights."""
+        first, last = number == numbers[0] and not self.moves, number + 1 not in numbers
+        return "before" * first if self.written else "after" * last
 
     def say(self, plan: Plan, say: Callable[[str], Any]) -> None:
         """Prints one line for each reason why the result depends on how the global batch is divided."""

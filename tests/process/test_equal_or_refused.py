@@ -56,6 +56,7 @@ DRAWN: dict[tuple[str, str], str | None] = {
     ("model scripted", "ddp"): None,
     ("model with_gradients", "fsdp2"): None,
     ("model old_spectral_norm", "ddp"): "the forward pass changes stem.weight_u",
+    ("model clamp", "ddp"): "the forward pass changes stem.weight, but each process sees different samples",
     ("model weights_that_share_memory", "ddp"): None,
     ("model weights_that_share_memory", "fsdp2"): "share their data, but are two tensors",
     ("optimizer clips_gradients", "fsdp2"): None,
